@@ -312,7 +312,7 @@ class WeightChannels(LocalChannels):
         """Report a failed transfer to a replica that may be lost."""
         if isinstance(moved, Exception):
             if (link := self._opened.get(span)) is not None:
-                link.close()  # a receiver that is gone has no memory back while it is mapped here
+                link.close()  # the memory of a receiver that is gone is freed only when it is unmapped here
             self._unsent.put(SendFailed(span.target, span.life, f"{self.replica} rank {self.rank}: {moved}"))
             self.settings.wake()
 

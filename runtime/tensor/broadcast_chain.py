@@ -1,10 +1,10 @@
-"""A replica that passes weights on to the next one of a chain while they arrive (`reshard.chain` says which).
-A rank receives from the trainers, or from the same rank of the replica before, and a second thread sends
-each message to the same rank of the replica after it as soon as the bytes are there. They are not checked yet: each
-replica checks what it gets.
+"""A replica passes weights on to the next one of a chain while they arrive (`reshard.chain` makes the chain).
+A rank receives from the trainers, or from the same rank of the previous replica. A second thread sends each message to
+the same rank of the next replica as soon as it has arrived. Digests are not checked before that: each replica checks
+what it gets.
 
-Each hop is a link of its own. If what comes in ends early, so does what goes out: the link is given up, and the next
-replica learns it at once. If the next replica fails, what came in is whole all the same.
+Each hop is a link of its own. If the incoming transfer fails, the outgoing link is closed, so that the next replica
+learns it at once. If the next replica fails, the incoming transfer is not affected.
 """
 
 import threading
@@ -23,15 +23,15 @@ from penstock.runtime.tensor.reshard import forwards
 from penstock.runtime.tensor.send_recv import MessageTransport
 from penstock.runtime.tensor.streams import current_stream, on_stream
 
-# Opens a link, or gives the one that is open: for the thread that waits for the other side.
+# Opens a link, or returns the open one. Called in the thread that waits for the other side.
 Open = Callable[[], MessageTransport]
 
 
 class Arrivals:
-    """What of one version has arrived: told by the thread that receives, awaited by the one that passes it on.
+    """The arrived regions of one version: added by the thread that receives, awaited by the one that passes them on.
 
-    Regions come disjoint. Waiting has no deadline of its own: the thread that receives has one for each message,
-    and calls `end`. `failed`: it ended too early.
+    Regions are disjoint. Waiting has no deadline of its own: the receiving thread has one for each message, and calls
+    `end`. `failed`: it ended too early.
     """
 
     def __init__(self) -> None:
@@ -53,14 +53,14 @@ class Arrivals:
             self._changed.notify_all()
 
     def wait(self, copies: Sequence[Copy]) -> None:
-        """Until all of these have arrived. Each region is awaited once. Raises TransportError if it will not come."""
+        """Wait until all of these have arrived. Wait only once for each. Raises TransportError if one will not come."""
         with self._changed:
             for copy in copies:
                 self._changed.wait_for(lambda: self._over or self._has(copy))  # noqa: B023 - called here
                 if not self._has(copy):
                     raise TransportError(f"{copy.tensor} {copy.region} has not arrived, and is not passed on")
                 known = self._regions[copy.tensor]
-                # Each region is awaited once: forgetting it keeps the sums short for large tensors.
+                # Forget the awaited region, which keeps the sums in `_has` short for large tensors.
                 self._regions[copy.tensor] = [region for region in known if (region & copy.region).size < region.size]
 
     def _has(self, copy: Copy) -> bool:
@@ -68,9 +68,9 @@ class Arrivals:
 
 
 class ChainForwarder:
-    """One rank's end of a channel. `failed` is told what ended the passing on of a version, in that thread.
+    """One rank's part in the chain of a channel. The forwarding thread calls `failed` with an error that ends it.
 
-    `passed_on` are the versions that went on from here.
+    `passed_on` is the number of versions that were passed on.
     """
 
     def __init__(self, channel: str, rank: int, failed: Callable[[Exception], object]) -> None:
@@ -83,23 +83,23 @@ class ChainForwarder:
         self._over.set()
 
     def receive(self, leg: "ChainHop", version: int, copies: Sequence[Copy], parts: Shards) -> int:
-        """As a `Transport`. Versions are passed on one after the other, so that none is written over meanwhile."""
-        self._over.wait()  # each message of it has a deadline
+        """As `Transport.receive`. It waits until the last version was passed on, so that it does not overwrite it."""
+        self._over.wait()  # ends in time: each of its messages has a deadline
         if not self._own:
             self._own = forwards({name: part.region for name, part in parts.items()}, self._rank)
         arrivals = Arrivals()
         if leg.downstream is not None:
             self._over.clear()
-            # In the stream of the thread that receives: what it has put in its place is there for what comes after it.
+            # Send in the stream of the receiving thread: the data that it has put in place is complete there.
             device = next((part.tensor.device for part in parts.values()), torch.device("cpu"))
             work = partial(self._pass_on, leg.downstream, version, parts, arrivals, current_stream(device), device)
             in_background(f"pass {self._channel} {version} on", work, partial(self._passed, arrivals))
-        # Links between replicas of one layout carry whole regions; the trainers' plan has its own.
+        # Replicas of one layout send each other whole regions; from the trainers the plan's copies come.
         wanted = self._own if leg.linked else copies
         try:
             nbytes = leg.upstream().receive(version, wanted, parts, arrivals.add)
         except BaseException:
-            # The next replica waits for what will not come: it must learn it now, not at its deadline.
+            # The next replica must learn now, not at its deadline, that no more will come.
             arrivals.end(failed=True)
             raise
         arrivals.end(failed=False)
@@ -114,7 +114,7 @@ class ChainForwarder:
                 return link.send(version, self._own, parts, arrivals.wait)
         except RuntimeError as error:
             link.close()
-            raise error.with_traceback(None) from None  # its frames have messages, which keep the connection open
+            raise error.with_traceback(None) from None  # messages in its frames would keep the connection open
 
     def _passed(self, arrivals: Arrivals, moved: int | Exception) -> None:
         if not isinstance(moved, Exception):
@@ -126,8 +126,8 @@ class ChainForwarder:
 
 @dataclass(frozen=True)
 class ChainHop:
-    """How a version comes to a rank and whither it goes on, for the rank's `WeightReceiver`. `linked`: it comes from a
-    replica, where it lies as it does here, and not from the trainers.
+    """How a version comes to a rank and where it goes next, for the rank's `WeightReceiver`. `linked`: it comes from
+    another replica, which has the same layout, and not from the trainers.
     """
 
     relay: ChainForwarder

@@ -1,8 +1,8 @@
-"""Where weights lie on both sides of a sync: flat buffers, allocated once, with a view for each tensor.
+"""The memory of weights on both sides of a sync: flat buffers, allocated once, with a view for each tensor.
 
-The receiver's `DoubleBuffer` has two: one is live, the other, the shadow, is filled meanwhile; a swap exchanges them.
-The sender's `WeightSnapshot` has one, so that the optimizer never changes what is being read. `in_background` runs a
-transfer in a thread of its own.
+The receiver's `DoubleBuffer` has two: one is live, while a sync fills the other, the shadow; a swap exchanges them. The
+sender's `WeightSnapshot` has one, so that the optimizer never changes data that is being read. `in_background` runs a
+transfer in its own thread.
 """
 
 import ctypes
@@ -20,34 +20,34 @@ ALIGN = 512  # bytes: what CUDA's own allocator gives, and eight cache lines
 LINE = 64  # bytes: a cache line
 
 Device = str | torch.device
-# Zeroed memory of this many bytes, as a uint8 tensor, all of it touched.
+# Returns zeroed memory of this many bytes, as a uint8 tensor, with all its pages touched.
 Allocate = Callable[[int], Tensor]
 T = TypeVar("T")
-# `fill(name, rows, first, last)` copies rows first to last of a part, seen as so many rows.
+# `fill(name, rows, first, last)` copies the rows first to last of a shard, seen as a matrix of `rows` rows.
 Fill = Callable[[str, int, int, int], None]
 
 
 class Shard(NamedTuple):
-    """What a rank holds of a logical tensor: the elements of `region`, in `tensor` of the region's shape."""
+    """A rank's shard of a logical tensor: the elements of `region`, in `tensor` of the region's shape."""
 
     region: Region
     tensor: Tensor
 
     def cut(self, region: Region) -> Tensor:
-        """The view of the elements of `region`, which must lie in this part."""
+        """The view of the elements of `region`, which must lie in this shard."""
         return self.tensor[region.slices(self.region)]
 
 
 Shards = dict[str, Shard]
-# Writes what travels of a rank's tensors.
+# Converts a rank's tensors to the wire format.
 Convert = Callable[[Mapping[str, Tensor], Shards], None]
 
 
 class DoubleBuffer:
-    """What one rank of a receiving replica holds of `layout`, twice: `live`, and the `shadow` that a sync fills.
+    """Two buffers for the shards of one rank of a receiving replica: `live`, and the `shadow` that a sync fills.
 
-    Both lie in one piece of memory, which `memory` may take from where others can write it. Tensors that are `fused`
-    lie one after the other there (see `Fusing`).
+    Both lie in one piece of memory, which `memory` may allocate where other processes can write. `fused` tensors lie
+    next to each other in it (see `Fusing`).
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class DoubleBuffer:
     ) -> None:
         self.layout = layout
         nbytes = held_bytes(layout, rank, fused)
-        # In one piece: what others map is then one segment for each rank.
+        # In one piece: other processes then map one segment per rank.
         buffer = memory(2 * nbytes) if memory is not None else touched(2 * nbytes, device)
         self.live = shards_of(layout, rank, buffer[:nbytes], fused)
         self.shadow = shards_of(layout, rank, buffer[nbytes:], fused)
 
     def swap(self) -> None:
-        """Exchange the two: nothing is copied. What was live is written over by the next sync."""
+        """Exchange the two, without a copy. The next sync overwrites what was live."""
         self.live, self.shadow = self.shadow, self.live
 
 
@@ -86,11 +86,11 @@ class WeightSnapshot:
         digests: Callable[[Fill | None], T],
         convert: Convert | None = None,
     ) -> T:
-        """Copy, and hash with `digests`; its result. The tensors must be those that the rank holds of the source;
-        empty ones may be there too. What `convert` writes is hashed afterwards; without it, `digests` asks for each
-        piece of the copy when it is about to read it.
+        """Copy the tensors, hash the copy with `digests`, and return its result. The tensors must be those that the
+        rank holds of the source layout; others may be there if they are empty. With `convert`, the copy is hashed after
+        it is written; without, `digests` asks for each piece of the copy just before it reads it.
         """
-        # FSDP2 leaves empty parts where a rank has none: they are in no layout.
+        # FSDP2 has empty tensors where a rank has no shard: they are in no layout.
         tensors = {name: t.detach() for name, t in tensors.items() if t.numel() or name in self._needed}
         wrong = [
             f"  {name}: given {_shape(tensors, name)}, needed {self._needed.get(name, 'nothing')}"
@@ -99,13 +99,13 @@ class WeightSnapshot:
         ]
         if wrong:
             raise LayoutError("\n".join([f"version {version}: the weights' tensors changed", *wrong]))
-        self.version = -1  # torn until all are copied
+        self.version = -1  # invalid until all are copied
         with torch.no_grad():
             if convert is not None:
                 convert(tensors, self.parts)
             result = self._copied(tensors, digests) if convert is None else digests(None)
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # it is read from other streams
+            torch.cuda.current_stream(self._device).synchronize()  # other streams will read it
         self.version = version
         return result
 
@@ -116,28 +116,28 @@ class WeightSnapshot:
             if name not in sources:
                 sources[name] = tensors[name].contiguous()
             target, source = (t.view(rows, -1)[first:last] for t in (self.parts[name].tensor, sources[name]))
-            # Not memmove, which is faster and writes past the caches: the copy is read again at once.
+            # Not memmove, which is faster but bypasses the caches: the copy is read again at once.
             target.copy_(source)
 
         result = digests(fill)
-        # What no digest has asked for, in the modes that hash a few tensors or none.
+        # Copy the tensors for which no digest has asked, in the modes that hash a few tensors or none.
         for name in self.parts.keys() - sources.keys():
             copy_elements(self.parts[name].tensor, tensors[name])
         return result
 
 
 def allocate(layout: Layout, rank: int, device: Device) -> Shards:
-    """Zeroed memory for all that `rank` holds of `layout`, as views; one region of a tensor per rank."""
+    """The shards that `rank` holds of `layout`, in new zeroed memory; one region per tensor."""
     return shards_of(layout, rank, touched(held_bytes(layout, rank), device))
 
 
 def held_bytes(layout: Layout, rank: int, fused: Sequence[Sequence[str]] = ()) -> int:
-    """The bytes of a buffer for all that `rank` holds of `layout`."""
+    """The bytes of a buffer for the shards that `rank` holds of `layout`."""
     return _places(layout, rank, fused)[1]
 
 
 def shards_of(layout: Layout, rank: int, buffer: Tensor, fused: Sequence[Sequence[str]] = ()) -> Shards:
-    """All that `rank` holds of `layout`, as views of a buffer of `held_bytes`; one region of a tensor per rank."""
+    """The shards that `rank` holds of `layout`, as views of a buffer of `held_bytes`; one region per tensor."""
     places, parts = _places(layout, rank, fused)[0], Shards()
     for t, region, nbytes in _held(layout, rank):
         start = places[t.name]
@@ -154,24 +154,24 @@ def _places(layout: Layout, rank: int, fused: Sequence[Sequence[str]]) -> tuple[
         for name in together.get(first, (first,)):
             if name in sizes and name not in places:
                 places[name] = end
-                # Kernels read a tensor by lines: after one of an odd size the next begins a line of its own.
+                # Kernels read whole cache lines: if a tensor's size is no multiple of one, align the next tensor.
                 end += sizes[name] if sizes[name] % LINE == 0 else aligned(sizes[name])
         end = aligned(end)
     return places, end
 
 
 def aligned(nbytes: int) -> int:
-    """Up to the next multiple of `ALIGN`."""
+    """`nbytes` rounded up to a multiple of `ALIGN`."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
 def touched(nbytes: int, device: Device) -> Tensor:
-    """Memory written at once: a page's first touch costs many times the copy into it, and would be paid in a sync."""
+    """New memory, zeroed now: the first touch of a page costs many times a copy into it, and would slow down a sync."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device).zero_()
 
 
 def _held(layout: Layout, rank: int) -> Iterator[tuple[TensorLayout, Region, int]]:
-    """What the rank holds of each tensor, and its bytes."""
+    """Each tensor of which the rank holds a region, with the region and its bytes."""
     for t in layout.tensors:
         regions = t.held_by(rank)
         if len(regions) > 1:
@@ -185,7 +185,7 @@ def _shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size | str:
 
 
 def copy_elements(target: Tensor, source: Tensor) -> None:
-    """Copy between tensors of one shape, converting; as bytes, which is faster, between equal ones on a CPU."""
+    """Copy between tensors of one shape, with conversion; equal dtypes on a CPU as bytes, which is faster."""
     as_bytes = target.is_cpu and source.is_cpu and target.dtype == source.dtype
     if as_bytes and target.is_contiguous() and source.is_contiguous():
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
@@ -193,12 +193,12 @@ def copy_elements(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
 
-# What a background transfer calls once, in its own thread: with its result, or with the error that ended it.
+# Called once by a background transfer, in its own thread, with its result or the error that ended it.
 Done = Callable[[T | Exception], None]
 
 
 def in_background(name: str, work: Callable[[], T], done: Done[T]) -> None:
-    """Begin `work`; an exception of it is its result."""
+    """Run `work` in a thread, and call `done` with its result or exception."""
 
     def run() -> None:
         try:
@@ -207,5 +207,5 @@ def in_background(name: str, work: Callable[[], T], done: Done[T]) -> None:
             result = error
         done(result)
 
-    # A daemon: a peer's deadline must not hold up an interpreter that is told to end.
+    # A daemon thread: waiting for a peer must not delay the end of the process.
     threading.Thread(target=run, name=name, daemon=True).start()

@@ -1,17 +1,18 @@
-"""Checkpoints: `copy_shard` copies aside what one rank holds (carried values, node states, groups' values) and
-`ShardCopy.write` writes it, perhaps later and in another thread; `CheckpointShard` reads it for a rank of the same or
+"""Checkpoints: `copy_shard` copies the state of one rank (carried values, node states, groups' values), and
+`ShardCopy.write` writes it, perhaps later and in another thread. `CheckpointShard` reads it for a rank of the same or
 of another mesh.
 
-A shard is one safetensors file, which is there whole or not at all. Its facts are JSON in the file's metadata, so that
-they and the tensors cannot come from different moments. Tensors are named by what they belong to:
-"carried/NAME/TENSOR", "state/NODE/0", "value/NODE/ORDINAL/OUTPUT/0". Beside the facts stands a CRC-32 of them and of
-each tensor, without which a bit that a disk has changed would be trained on. What is no tensor in a state or a value,
-such as the texts of rollouts, is JSON in a tensor of bytes, "value/NODE/ORDINAL/OUTPUT/facts": safetensors takes no
-more than 100 MB of metadata.
+A shard is one safetensors file, which is complete or absent. Its facts are JSON in the file's metadata, so that facts
+and tensors are always of the same moment. Tensors are named by what they belong to: "carried/NAME/TENSOR",
+"state/NODE/0", "value/NODE/ORDINAL/OUTPUT/0". The metadata also has a CRC-32 of the facts and of each tensor, so that
+corrupted data is never used for training. The parts of a state or a value that are no tensors, such as the texts of
+rollouts, are JSON in a tensor of bytes, "value/NODE/ORDINAL/OUTPUT/facts": safetensors allows at most 100 MB of
+metadata.
 
-Beside a carried value that its ranks hold in parts stands its layout, so that any other mesh can read it (`assemble`).
-The tensors of such a state are named KIND.TENSOR, such as exp_avg.model.norm.weight, where TENSOR is a logical tensor
-of the layout: all of them are divided as it is. States and groups' values are the same on all ranks of a replica.
+For a carried value that is sharded over its ranks, the facts have its layout, so that any other mesh can read it
+(`assemble`). The tensors of such a state are named KIND.TENSOR, such as exp_avg.model.norm.weight, where TENSOR is a
+logical tensor of the layout; all kinds are sharded as it is. States and groups' values are the same on all ranks of a
+replica.
 """
 
 import json
@@ -54,14 +55,14 @@ def save_state(path: Path | str, tensors: Mapping[str, Tensor], facts: Mapping[s
 def _write_state(path: Path, tensors: Mapping[str, Tensor], facts: str) -> None:
     separate = _separate(tensors)
     checks = {name: _check(tensor) for name, tensor in separate.items()}
-    # In the file itself: facts and tensors are then of one moment.
+    # In the file itself, so that facts and tensors are of the same moment.
     metadata = {"format": _FORMAT, "facts": facts, "facts_check": str(zlib.crc32(facts.encode()))}
     metadata["checks"] = json.dumps(checks)
     part = path.with_name(f".{path.name}.part")
     try:
         save_file(separate, part, metadata)
         sync(part)
-        # Data first, then the name, then the folder: a crash leaves the old file or the new one, whole.
+        # Sync the data, then rename, then sync the folder: a crash leaves the old file or the new one, complete.
         os.replace(part, path)
         sync(path.parent)
     except (OSError, SafetensorError) as error:
@@ -71,14 +72,14 @@ def _write_state(path: Path, tensors: Mapping[str, Tensor], facts: str) -> None:
 
 
 def _check(tensor: Tensor) -> int:
-    # By zlib, not by a digest of torch's: it leaves the other threads, which train meanwhile, their cores.
+    # By zlib, not with torch: it uses one core, and leaves the others to the threads that train meanwhile.
     return zlib.crc32(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
 
 
 @dataclass(frozen=True)
 class StateFile:
-    """What `save_state` wrote, read as it is needed: its facts, the names of its tensors, and their checks, which
-    earlier versions did not write."""
+    """Lazily reads what `save_state` wrote: its facts, the names of its tensors, and their checksums, which earlier
+    versions did not write."""
 
     path: Path
     facts: dict[str, Any]
@@ -87,7 +88,7 @@ class StateFile:
 
     @staticmethod
     def open(path: Path | str) -> "StateFile":
-        """Raises UnreadableError for a file that is missing, no state, or whose facts were damaged."""
+        """Open a file. Raises UnreadableError if it is missing, no state, or its facts are damaged."""
         with _reading(Path(path)) as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != _FORMAT:
@@ -99,13 +100,12 @@ class StateFile:
             return StateFile(Path(path), json.loads(facts), tuple(file.keys()), checks)
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Those whose names begin with `prefix`, by the rest of their names; on the CPU. Raises
-        UnreadableError for one that was damaged."""
+        """The tensors whose names begin with `prefix`, by the rest of their names; on the CPU. Raises UnreadableError
+        for a damaged one."""
         return {name.removeprefix(prefix): tensor for name, tensor in self._whole(prefix)}
 
     def require_undamaged(self, prefix: str) -> None:
-        """Read the tensors whose names begin with `prefix`, one at a time. Raises UnreadableError for one that
-        was damaged."""
+        """Read the tensors whose names begin with `prefix`, one at a time. Raises UnreadableError for a damaged one."""
         for _ in self._whole(prefix):
             pass
 
@@ -119,7 +119,7 @@ class StateFile:
                     yield name, tensor
 
     def piece(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """A part of one tensor; no more of the file is read, and so nothing is checked."""
+        """A part of one tensor. Only this part is read, so its checksum is not checked."""
         with _reading(self.path) as file:
             piece: Tensor = file.get_slice(name)[slices] if slices else file.get_tensor(name)
             return piece
@@ -132,7 +132,7 @@ def _damage(path: Path, what: object) -> UnreadableError:
 @contextmanager
 def _reading(path: Path) -> Iterator[Any]:
     try:
-        # By number: safetensors opens no path that is not UTF-8, and would follow a link.
+        # By descriptor: safetensors cannot open a path that is not UTF-8, and would follow a link.
         with (
             open(open_regular(path, os.O_RDONLY), "rb") as opened,
             safe_open(f"/proc/self/fd/{opened.fileno()}", framework="pt") as file,
@@ -143,7 +143,7 @@ def _reading(path: Path) -> Iterator[Any]:
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors that share no memory: safetensors refuses names for the same bytes, such as tied weights."""
+    """Contiguous tensors that share no memory: safetensors refuses two names for the same bytes, as of tied weights."""
     separate: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -158,9 +158,10 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def assemble(
     files: Sequence[StateFile], prefix: str, saved: Layout | None, wanted: Layout | None, rank: int
 ) -> dict[str, Tensor]:
-    """What `rank` holds in `wanted` of a state whose ranks wrote `files` in `saved`; None: whole on each rank.
+    """The shards that `rank` holds in the layout `wanted`, from the `files` of ranks with the layout `saved`. A layout
+    of None means: whole on each rank.
 
-    Raises LayoutError for layouts of other tensors, UnreadableError for a file that lacks what its layout says.
+    Raises LayoutError for layouts of other tensors, UnreadableError for a file without a tensor that its layout has.
     """
     known = saved or wanted
     assert known is not None
@@ -184,14 +185,14 @@ def assemble(
                 parts[copy.tensor] = torch.empty(region.shape, dtype=piece.dtype)
             parts[copy.tensor][copy.region.slices(region)] = piece
         for tensor in target.tensors:
-            # A rank without part in a tensor still has its name, as FSDP2 leaves it.
+            # A rank without a shard of a tensor has an empty one under its name, as in FSDP2.
             empty = torch.empty(0, *tensor.shape[1:])
             found[f"{kind}{tensor.name}"] = parts.get(tensor.name, empty)
     return found
 
 
 def _kind(name: str, layout: Layout) -> str:
-    """The kind of a state's tensor, with its dot; "" for one that is no logical tensor's."""
+    """The kind of a state's tensor, with its dot; "" if the name is not that of a logical tensor."""
     kind, dot, tensor = name.partition(".")
     return kind + dot if tensor in layout.by_name else ""
 
@@ -204,8 +205,8 @@ def value_name(firing: Firing, output: str) -> str:
 
 
 class HostBuffers:
-    """Memory on the host for copies of tensors, kept from one checkpoint to the next; pinned for those of a GPU, so
-    that they are copied at the bus's full speed."""
+    """Host memory for copies of tensors, kept from one checkpoint to the next. It is pinned for tensors of a GPU, which
+    are then copied at the bus's full speed."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -216,12 +217,12 @@ class HostBuffers:
 
     @staticmethod
     def needed(nbytes: int, pinned: bool) -> int:
-        """The memory of a buffer for so many bytes: torch takes pinned memory by powers of two."""
+        """The memory that a buffer of `nbytes` takes: torch allocates pinned memory in powers of two."""
         return 1 << (nbytes - 1).bit_length() if pinned and nbytes else nbytes
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies by the same names, there on return. What was copied before is overwritten. On a GPU they are made in
-        the caller's stream: after the optimizer's step, before the next one."""
+        """Copies by the same names, complete on return. Earlier copies are overwritten. On a GPU they are made in the
+        caller's stream: after the last optimizer step, before the next one."""
         kept = self._buffers
         self._buffers = {}
         for name, tensor in tensors.items():
@@ -231,15 +232,15 @@ class HostBuffers:
             buffer.copy_(tensor.detach(), non_blocking=True)
             self._buffers[name] = buffer
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-            # Not the device: weights may be on their way in a stream of their own.
+            # Not the whole device: another stream may be sending weights.
             torch.cuda.current_stream(device).synchronize()
         return dict(self._buffers)
 
 
 @dataclass(frozen=True)
 class ShardCopy:
-    """What one rank contributes to a checkpoint. `exports` finish what carried values write for other tools, each into
-    its folder. `apart`: does it stay as it is while the run goes on?"""
+    """One rank's part of a checkpoint. `exports` finish the files that carried values write for other tools, each into
+    its folder. `apart`: the run does not change it, since it is a copy."""
 
     path: Path
     tensors: Mapping[str, Tensor]
@@ -249,7 +250,7 @@ class ShardCopy:
     apart: bool
 
     def write(self) -> None:
-        """On return all of it is on the disk. Raises OSError or StateError where it cannot be written."""
+        """Write all of it to the disk. Raises OSError or StateError if it cannot be written."""
         for folder, export in self.exports.items():
             try:
                 export()
@@ -258,7 +259,7 @@ class ShardCopy:
         for folder in self.exported:
             for path in (folder, *folder.rglob("*")):
                 if not path.is_symlink():
-                    # A rank syncs what it has written; of another rank's, a temporary file may be gone by now.
+                    # Ranks may share the folder: another rank's temporary file may be gone by now.
                     with suppress(FileNotFoundError):
                         sync(path)
         _write_state(self.path, self.tensors, self.facts)
@@ -276,15 +277,15 @@ def copy_shard(
     run: str = "",
     buffers_for: Callable[[int], HostBuffers | None] = lambda needed: None,
 ) -> ShardCopy:
-    """All that this rank contributes to a cut; carried values are exported for other tools, too: by rank 0, or by all
-    ranks together where they hold parts.
+    """Copy this rank's shard of a checkpoint. Carried values are also exported for other tools: by rank 0, or by all
+    ranks if they are sharded.
 
-    `ranks` are those of the replica. `earlier` are carried values as they were before, by names of their own. `run` is
-    the id of the run. `buffers_for` gives so many bytes for copies of what may change, if there is room: then what is
-    returned stays as it is while the run goes on; without, it is to be written before anything changes. Raises
-    OSError where it cannot be written, and does not make the run folder again if that is gone.
+    `ranks` is the number of ranks of the replica. `earlier` are earlier versions of carried values, by their own names.
+    `run` is the id of the run. `buffers_for` gives buffers of so many bytes for copies of what may change, or None if
+    there is no room; without them, write the result before anything changes. Raises OSError if it cannot be written,
+    and does not create the run folder again if that is gone.
     """
-    # No parents: a run folder that was removed must not come back with a checkpoint alone in it.
+    # No parents: a removed run folder must not come back with only a checkpoint in it.
     folder.parent.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     tensors: dict[str, Tensor] = {}
@@ -311,17 +312,17 @@ def copy_shard(
                 exports[folder / name] = later
     encoded = {f"state/{name}": state for name, state in states.items()}
     plain: dict[str, Tensor] = {}
-    # States and values share one table: a name says by itself which it is.
+    # States and values share one table; their names differ by prefix.
     encoded |= {value_name(*key): value for key, value in values.items()}
     for name, value in encoded.items():
         try:
             parts, meta = encode(value)
-        except CodecError as error:  # a later state may be of another kind than the first, which was tried at the start
+        except CodecError as error:  # `require_savable` tried the first state; a later one may be of another kind
             kind, _, of = name.partition("/")
             raise CodecError(f"the {kind} of {of} cannot be kept in a checkpoint: {error}") from error
         tensors.update((f"{name}/{index}", tensor) for index, tensor in enumerate(parts))
         plain[f"{name}/{_FACTS}"] = torch.frombuffer(bytearray(json.dumps(meta).encode()), dtype=torch.uint8)
-    # Groups' values never change: of these a reference is enough. What is exported has its memory by now.
+    # Groups' values never change, so a reference to them is enough. Exports have made their own copies by now.
     changing = {name: tensor for name, tensor in tensors.items() if not name.startswith("value/")}
     buffers = buffers_for(sum(HostBuffers.needed(tensor.nbytes, tensor.is_cuda) for tensor in changing.values()))
     if buffers is not None:
@@ -331,8 +332,8 @@ def copy_shard(
 
 
 def require_savable(states: Mapping[str, Any], carried: Mapping[str, Carried]) -> None:
-    """Raises TypeError for a state that no checkpoint can hold, by its name: it is found at the start, not by the first
-    checkpoint, after the training."""
+    """Raise TypeError for a state that no checkpoint can hold. Called at the start, so that the first checkpoint does
+    not fail after hours of training."""
     for name, state in states.items():
         try:
             tensors, meta = encode(state)
@@ -351,9 +352,10 @@ def require_savable(states: Mapping[str, Any], carried: Mapping[str, Carried]) -
 
 
 def layout_of(value: Carried) -> Layout | None:
-    """How the logical tensors lie over the ranks; None for a value that is whole on each.
+    """How the logical tensors are sharded over the ranks; None for a value that is whole on each rank.
 
-    A state has several tensors for each (the master and the optimizer's), all cut alike: their dtypes are not here.
+    A state has several tensors for each logical one (master weight and optimizer moments), all sharded alike; their
+    dtypes are not in the layout.
     """
     if not isinstance(value, Sharded):
         return None
@@ -363,27 +365,27 @@ def layout_of(value: Carried) -> Layout | None:
 
 
 class CheckpointShard:
-    """What the ranks of `replica` wrote, as `rank` of the same or of another mesh needs it. On the same mesh that is
-    its own file, which may be the only one on its host; on another one all files are read.
+    """What the ranks of `replica` wrote, for `rank` of the same or of another mesh. On the same mesh only its own file
+    is read, which may be the only one on its host; on another mesh all files are read.
 
-    Raises UnreadableError for a file that is missing or no state, StateError for one of another format than is written
-    now, or of another `run` ("": of any).
+    Raises UnreadableError for a file that is missing or no state, StateError for another format than is written now, or
+    for another `run` ("": any run).
     """
 
     def __init__(self, folder: Path, replica: str, rank: int, run: str = "") -> None:
         self.rank = rank
         self._paths, self._run = partial(part_path, folder, replica), run
-        # All say how many they are, but those that more ranks left there.
+        # Each file has the number of ranks. Take rank 0's if it is here.
         first = self._open(0 if self._paths(0).exists() else rank)
         if text := refusal(first.path, first.facts):
             raise StateError(text)
         self._ranks: int = first.facts["ranks"]
-        # The same on all ranks but for what a layout says.
+        # All files have the same content, except for sharded values.
         self._own = self._open(min(rank, self._ranks - 1))
 
     def _open(self, rank: int) -> StateFile:
         file = StateFile.open(self._paths(rank))
-        # Hosts that share no folder keep their shards in folders of their own: an earlier run may have left some.
+        # Hosts without a shared folder keep shards in their own folders, where an earlier run may have left some.
         given = file.facts.get("run", "")
         if self._run and given and given != self._run:
             needed = f"needed one of run {self._run}: each run has a folder of its own on each host"
@@ -392,19 +394,19 @@ class CheckpointShard:
 
     @property
     def made(self) -> list[tuple[Firing, str]]:
-        """The groups' values in it."""
+        """The firings and outputs of the groups' values in it."""
         return [(Firing(*firing), output) for *firing, output in self._own.facts["keys"]]
 
     def carried(self, name: str, layout: Layout | None = None) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-        """The state of a carried value: the parts that this rank holds of it in `layout`, or all of it."""
+        """The state of a carried value: the shards that this rank holds in `layout`, or the whole."""
         prefix, facts = f"carried/{name}/", self._own.facts["carried"][name]
         written = self._own.facts["layouts"].get(name)
         saved = None if written is None else Layout.from_json(written)
-        # The common case, the same mesh: no plan, and no other rank's file is read.
+        # The common case: on the same mesh no plan is needed, and no other rank's file is read.
         if saved == layout:
             return self._own.tensors(prefix), facts
         files = [self._open(rank) for rank in range(self._ranks)]
-        # Regions have no checks of their own. So the ranks share the files out: what one of them finds ends the start.
+        # Regions have no checksums, so each rank checks some of the files whole: any damage ends the start.
         for file in files if layout is None else files[self.rank :: layout.ranks]:
             file.require_undamaged(prefix)
         return assemble(files, prefix, saved, layout, self.rank), facts

@@ -1,8 +1,8 @@
-"""A value of an edge as tensors and JSON, and back.
+"""Encodes a value of an edge as tensors and JSON, and decodes it.
 
-A dataclass is taken apart by its fields: a tensor or a numpy array becomes a tensor on the CPU; a tuple of
-scalars, and anything that JSON keeps as it is, goes into `meta`. A tensor or a scalar by itself counts as a value
-with one field. What comes back is an instance of the class that the graph declares: a message never names a class.
+A dataclass is encoded by its fields: a tensor or a numpy array becomes a tensor on the CPU; a tuple of scalars, and
+anything that JSON keeps unchanged, goes into `meta`. A tensor or a scalar alone counts as a value with one field. The
+decoded value is an instance of the class that the graph declares: a message never names a class.
 """
 
 import json
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.runtime.tensor.layout import ITEMSIZE
 
-# The dtypes that travel, by the names that layouts and messages use.
+# The dtypes that can be sent, by the names that layouts and messages use.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
@@ -34,7 +34,7 @@ class CodecError(TypeError):
 
 
 def encode(value: object) -> tuple[list[Tensor], Meta]:
-    """Take `value` apart: contiguous CPU tensors (not copied if they were) and a JSON-able description.
+    """Encode `value` as contiguous CPU tensors (copied only if needed) and a JSON-able description.
 
     `meta` holds "tensors" (name, dtype and shape of each, in order), "plain" (JSON values by name) and "tuples"
     (the names among them that were tuples).
@@ -58,7 +58,7 @@ def encode(value: object) -> tuple[list[Tensor], Meta]:
 
 
 def decode(cls: type[T], tensors: Sequence[Tensor], meta: Mapping[str, Any]) -> T:
-    """The inverse of `encode`, as an instance of `cls`; the tensors are used as they are."""
+    """The inverse of `encode`: an instance of `cls` that uses the tensors without a copy."""
     found: dict[str, Any] = dict(meta["plain"])
     found.update((name, tuple(found[name])) for name in meta["tuples"])
     found.update((entry[0], tensor) for entry, tensor in zip(meta["tensors"], tensors, strict=True))
@@ -68,14 +68,14 @@ def decode(cls: type[T], tensors: Sequence[Tensor], meta: Mapping[str, Any]) -> 
     if is_dataclass(cls):
         return cast(T, cls(**found))
     value = found[_WHOLE]
-    # JSON writes a float such as 7.0 so that it may come back as an integer.
+    # A float such as 7.0 may come back from JSON as an integer.
     if not isinstance(value, cls) and not (cls is float and type(value) is int):
         raise CodecError(f"given a {type(value).__name__}, needed a {cls.__name__}")
     return cast(T, value)
 
 
 def _field_names(cls: type) -> tuple[str, ...]:
-    if cls not in _FIELDS:  # to ask takes as long as to copy a small value
+    if cls not in _FIELDS:  # cached: the look-up takes as long as a copy of a small value
         _FIELDS[cls] = tuple(f.name for f in fields(cls) if f.init) if is_dataclass(cls) else (_WHOLE,)
     return _FIELDS[cls]
 
@@ -89,7 +89,7 @@ def _parts(value: object) -> list[tuple[str, Any]]:
 def _as_tensor(item: object) -> Tensor | None:
     """`item` as a contiguous tensor on the CPU outside autograd; None if it is no array."""
     if isinstance(item, np.ndarray):
-        item = torch.from_numpy(item.copy())  # a copy: neither read-only nor reversed
+        item = torch.from_numpy(item.copy())  # a copy is writable and has no negative strides
     if not isinstance(item, Tensor):
         return None
     if item.dtype not in NAMES or item.layout is not torch.strided:
@@ -98,7 +98,7 @@ def _as_tensor(item: object) -> Tensor | None:
 
 
 def _as_json(item: Any, where: str) -> Any:
-    """`item` if JSON gives it back equal; tuples of scalars become lists."""
+    """`item`, if JSON keeps it unchanged, except that a tuple becomes a list. Raises CodecError otherwise."""
     kind = type(item)
     if kind in _SCALARS:
         return item

@@ -1,13 +1,13 @@
 """A GPU's memory that other processes of its host write: each block is exported once, and named by its handle.
 
-The blocks are taken from the CUDA driver itself (`libcuda`, by its C names, as torch loads it too), not from torch's
-allocator: a handle names a whole block of the driver, so that of a tensor of torch's it would give away whatever else
-lies in its block, and with expandable segments or the asynchronous allocator there is no such block. Torch's own way
-(`_share_cuda_`) counts references in files that a killed process leaves behind. Here nothing is counted: a block lives
-as long as its process, and a process that has opened it must not use it longer. The driver gives its memory back when
-the last of these has let go of it, too: so it is unmapped with its last view.
+The blocks come directly from the CUDA driver (`libcuda`, by its C names; torch loads it too), not from torch's
+allocator. A handle names a whole block of the driver: that of a torch tensor would expose everything else in its block,
+and with expandable segments or the asynchronous allocator there is no such block. Torch's own way (`_share_cuda_`)
+counts references in files that a killed process leaves behind. Here nothing is counted: a block lives as long as its
+process, and a process that has opened it must not use it longer. But the driver frees the memory only when all of these
+processes have unmapped it: so a block is unmapped with its last view.
 
-What the driver calls are given and give is in `_Driver`; the rest is as in `one_sided`.
+`_Driver` has the driver calls; the rest is as in `one_sided`.
 """
 
 import ctypes
@@ -27,12 +27,12 @@ from torch import Tensor
 from penstock.runtime.tensor.one_sided import PeerMemory, WritableMemory
 from penstock.runtime.tensor.shm import SegmentError
 
-_UNIT = 2 << 20  # bytes: smaller blocks of the driver share one, and a handle would give away all of that
+_UNIT = 2 << 20  # bytes: smaller allocations share a block of the driver, and a handle would expose all of it
 _HANDLE_BYTES = 64
-_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: copies between two GPUs go straight where they can
+_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: copies between two GPUs are direct if possible
 _POLL_S = 5e-5
 
-# What a GPU may still be writing has to stay mapped.
+# Keeps memory mapped that a GPU may still be writing.
 _unfinished: list[Sequence[tuple[Tensor, Tensor]]] = []
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Export(NamedTuple):
 
     @staticmethod
     def parse(name: str) -> "Export":
-        """Raises SegmentError for what `name` did not give."""
+        """The inverse of `name`. Raises SegmentError for anything else."""
         found = re.fullmatch(rf"cuda:(\d{{1,3}})/([0-9a-f]{{{2 * _HANDLE_BYTES}}})/(\d{{1,15}})", name)
         if found is None:
             needed = "the name of a GPU's block (cuda:<number>/<handle>/<bytes>)"
@@ -60,8 +60,8 @@ class Export(NamedTuple):
 
 
 class DeviceMemory(WritableMemory):
-    """Memory of one GPU, for senders of the same host to write. Where the driver has none that can be exported, it is
-    torch's. Waits for the GPU end after `timeout` seconds.
+    """Memory of one GPU that senders on the same host can write. If the driver cannot export any, it is torch's. A wait
+    for the GPU ends after `timeout` seconds.
     """
 
     kind = "cuda_ipc"
@@ -81,15 +81,15 @@ class DeviceMemory(WritableMemory):
         return block.name(), buffer.zero_()
 
     def wait_idle(self) -> None:
-        # The stream of the thread that receives, which comes after the steps that read this memory.
+        # The receiving thread's stream comes after the steps that read this memory.
         finish(torch.cuda.current_stream(self._device), self._timeout)
 
     def close(self) -> None:
-        """Nothing: others may have a block open, so that it goes with the process."""
+        """Does nothing: other processes may have a block open, so blocks end with the process."""
 
 
 class OpenedMemory(PeerMemory):
-    """Other ranks' blocks, each opened once. Copies run in a stream of their own, beside what the GPU computes."""
+    """Other ranks' blocks, each opened once. Copies run in their own stream, in parallel with computation."""
 
     def __init__(self, timeout: float) -> None:
         super().__init__()
@@ -111,23 +111,23 @@ class OpenedMemory(PeerMemory):
                     if piece.device == device:
                         target.copy_(piece, non_blocking=True)
             try:
-                # The receiver reads in streams of another process, which cannot wait for this one: the host must.
+                # The receiver's streams, in another process, cannot wait for this stream: the host must.
                 finish(stream, self._timeout)
             except RuntimeError:
                 _unfinished.append(pairs)
                 raise
 
     def close(self) -> None:
-        """Forget the blocks. A view that is still in use keeps its own mapped."""
+        """Forget the blocks. A view that is still in use keeps its block mapped."""
         self._opened.clear()
 
 
 def finish(stream: torch.cuda.Stream, timeout: float) -> None:
-    """Until a GPU is through with what a stream has been given so far. RuntimeError past `timeout` seconds."""
+    """Wait until a GPU has done the work queued on a stream so far. RuntimeError past `timeout` seconds."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(stream)
     deadline = time.monotonic() + timeout
-    # Not `synchronize`: it knows no deadline, and the other process may hold the GPU.
+    # Not `synchronize`: it has no timeout, and the other process may occupy the GPU.
     while not event.query():  # type: ignore[no-untyped-call]
         if time.monotonic() > deadline:
             raise RuntimeError(f"{stream.device} is not through with the work of this process after {timeout:g} s")
@@ -135,7 +135,7 @@ def finish(stream: torch.cuda.Stream, timeout: float) -> None:
 
 
 def visible_devices() -> int:
-    """Equal for processes that see the same GPUs under the same numbers; 0 without any."""
+    """A number that is equal in processes that see the same GPUs with the same indices; 0 without GPUs."""
     count = torch.cuda.device_count()
     facts = "\n".join(str(torch.cuda.get_device_properties(k).uuid) for k in range(count))
     return int.from_bytes(hashlib.blake2b(facts.encode(), digest_size=7).digest(), "little") if count else 0
@@ -148,29 +148,29 @@ class _Handle(ctypes.Structure):
 
 
 class _Block:
-    """Memory at an address, as torch takes it without a copy; torch keeps it for as long as a view of it."""
+    """Memory at an address, which torch uses without a copy. torch keeps this object for as long as a view of it."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 class _Driver:
-    """The driver's calls on one GPU, in the context that torch works in. RuntimeError for one that fails."""
+    """The driver's calls on one GPU, in torch's context. RuntimeError for one that fails."""
 
     def __init__(self, index: int) -> None:
         self._device = torch.device("cuda", index)
         torch.zeros(1, device=self._device)  # torch makes its context first
         self._library = ctypes.CDLL("libcuda.so.1")
         number, self._context = ctypes.c_int(), ctypes.c_void_p()
-        # The primary context is the one that torch works in: memory of another would be foreign to it.
+        # torch uses the primary context; it could not use memory of another one.
         self._call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(index))
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
 
     def export(self, nbytes: int) -> tuple[Export, Tensor]:
         """A new block of at least `nbytes` bytes that others can open."""
-        # A block of its own: a handle would give away whatever shares the block.
+        # A block of its own: a handle exposes everything in its block.
         nbytes = -(-nbytes // _UNIT) * _UNIT
-        torch.cuda.empty_cache()  # what torch keeps for itself is not there for others
+        torch.cuda.empty_cache()  # the driver cannot use memory in torch's cache
         address, handle = ctypes.c_uint64(), _Handle()
         with self._current():
             self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
@@ -193,7 +193,7 @@ class _Driver:
         return self._tensor(memory, address.value)
 
     def _unmap(self, address: ctypes.c_uint64) -> None:
-        with suppress(RuntimeError), self._current():  # of a GPU that has failed nothing is left to unmap
+        with suppress(RuntimeError), self._current():  # a GPU that has failed has nothing left to unmap
             self._call("cuIpcCloseMemHandle", address)
 
     def _tensor(self, memory: _Block, address: int) -> Tensor:
@@ -204,7 +204,7 @@ class _Driver:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Calls in here are in the context of this GPU, whichever thread makes them."""
+        """Makes this GPU's context current in the block, in any thread."""
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -221,5 +221,5 @@ class _Driver:
 
 @lru_cache
 def _driver(index: int) -> _Driver:
-    """One for each GPU, for ever: its context is torch's."""
+    """One object per GPU, kept forever, since its context is torch's."""
     return _Driver(index)

@@ -1,12 +1,12 @@
 """A carried value of a checkpoint in `torch.distributed.checkpoint`'s formats, for programs that read these.
 
-`python -m penstock.runtime.tensor.dcp CHECKPOINT REPLICA VALUE FORMAT FOLDER`, in a process of its own, for the command
-line, which never imports torch. `state_dict` has `model`, by the names of Hugging Face's files, and `optimizer.state`
-with the moments of each tensor and the number of steps, as `get_optimizer_state_dict` names them. Whatever mesh wrote
-the checkpoint, tensors are whole, and a reader's DTensors take their parts of them.
+The command line, which never imports torch, runs `python -m penstock.runtime.tensor.dcp CHECKPOINT REPLICA VALUE FORMAT
+FOLDER` in a process of its own. `state_dict` has `model`, by the names in Hugging Face's files, and `optimizer.state`
+with the moments of each tensor and the number of steps, as `get_optimizer_state_dict` names them. Tensors are whole,
+whatever mesh wrote the checkpoint; a reader's DTensors take their shards.
 
-*dcp* is torch's own format, whose `.metadata` and tensors torch pickles: Penstock writes it on this command alone, and
-never reads it. *dcp-safetensors* has no pickle: it is read with `HuggingFaceStorageReader`.
+*dcp* is torch's own format, whose `.metadata` and tensors torch pickles: Penstock writes it only on this command, and
+never reads it. *dcp-safetensors* has no pickle; read it with `HuggingFaceStorageReader`.
 """
 
 import sys
@@ -29,8 +29,8 @@ MASTER = "master."
 
 
 def state_dict(folder: Path, replica: str, value: str) -> dict[str, Any]:
-    """What the checkpoint in `folder` has of a carried value that the ranks of `replica` held. Raises StateError for
-    files that cannot be read, KeyError for a value that is not there."""
+    """The state, in the checkpoint in `folder`, of a carried value that the ranks of `replica` held. Raises StateError
+    for files that cannot be read, KeyError for a value that is not there."""
     tensors, facts = CheckpointShard(folder, replica, 0).carried(value)
     model = {name.removeprefix(MASTER): tensor for name, tensor in tensors.items() if name.startswith(MASTER)}
     moments: dict[str, dict[str, Tensor]] = {}
@@ -50,19 +50,19 @@ def state_dict(folder: Path, replica: str, value: str) -> dict[str, Any]:
 
 
 def write(state: dict[str, Any], format: str, folder: Path) -> None:
-    """Write it into a new folder, as "dcp" or "dcp-safetensors". Raises OSError where it cannot be written."""
+    """Write it into a new folder, as "dcp" or "dcp-safetensors". Raises OSError if it cannot be written."""
     writer = FileSystemWriter(folder) if format == "dcp" else HuggingFaceStorageWriter(str(folder))
     try:
         save(state, storage_writer=writer, no_dist=True)
     except CheckpointException as error:
-        # What was raised here: torch gives it with the tracebacks of all ranks.
+        # The exception of this rank: torch wraps it with the tracebacks of all ranks.
         cause, _ = error.failures[0]
         raise OSError(f"{folder}: {cause}") from cause
 
 
 def main(words: Sequence[str]) -> None:
     checkpoint, replica, value, format, out = words
-    # torch warns that it is alone.
+    # torch warns that there is no process group.
     warnings.simplefilter("ignore")
     try:
         write(state_dict(Path(checkpoint), replica, value), format, Path(out))

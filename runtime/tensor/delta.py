@@ -1,21 +1,22 @@
 """Weight sync that sends only what changed since a version that the receiver has: `encode` and `decode` for one bucket
-of bytes, and `DeltaTransport`, which moves deltas over a replica link. For links that are slower than memory.
+of bytes, and `DeltaTransport`, which sends deltas over a replica link. For links that are slower than memory.
 
-A delta is lossless. A bucket travels dense, or as the places and new values of the elements that differ, whichever is
-smaller. Values overwrite, so that applying a delta twice does no harm. Elements are words of 1, 2 or 4 bytes and are
+A delta is lossless. A bucket is sent dense, or as the places and new values of the changed elements, whichever is
+smaller. Values overwrite, so applying a delta twice does no harm. Elements are words of 1, 2 or 4 bytes and are
 compared as integers: NaN and -0.0 are bits like any others. On the wire, little-endian:
 
     counts    int32 for each block of 65,536 elements: how many of it follow
     places    uint16 for each changed element: its place in its block
     values    the changed elements
 
-One sync with one peer: the receiver names the version that it holds (version, held); the source answers from which
-version it sends the difference (version, predecessor, messages, bytes before), and sends how many elements of each
-bucket have changed (-1 for a dense one), then the buckets. A receiver that holds any other version than the one sent
-last gets everything.
+One sync with one peer: the receiver sends (wanted version, held version). The source answers with (version,
+predecessor, number of messages, bytes without deltas), where predecessor is the version that the delta starts from. It
+then sends the number of changed elements of each bucket (-1 for a dense one), then the buckets. A receiver that holds
+another version than the last one sent gets everything.
 
 Invariant: `_Kept.buffers` are the bytes of `_Kept.version`, or that version is `NONE`. Both sides keep them, since a
-receiver's shadow holds the version before its live one: one more copy of what crosses, on a source for each replica.
+receiver's shadow buffer holds the version before its live one. This costs one more copy of what is sent; on a source,
+one for each replica.
 """
 
 from collections import Counter
@@ -32,21 +33,21 @@ from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.process_group import Connection, Message
 from penstock.runtime.tensor.send_recv import GLOO_SIZES, Bucket, BucketCache, pack, unpack
 
-# The predecessor of what is sent in full, and the number of changed elements of a dense bucket.
+# The predecessor of a full sync, and the number of changed elements of a dense bucket.
 NONE = -1
 
-_BLOCK = 1 << 16  # elements: what a uint16 counts
+_BLOCK = 1 << 16  # elements that a uint16 can number
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 class DeltaError(RuntimeError):
-    """Bytes that are no delta of this bucket. Nothing has been written."""
+    """Bytes that are no delta of this bucket. Nothing was written."""
 
 
 class Delta(NamedTuple):
-    """What turns one version of a bucket into another: `changed` elements in `payload` (uint8, on the bucket's device).
+    """The difference of two versions of a bucket: `changed` elements in `payload` (uint8, on the bucket's device).
 
-    With `changed` `NONE` it is dense: the payload is the bucket itself.
+    If `changed` is `NONE` it is dense: the payload is the bucket itself.
     """
 
     changed: int
@@ -54,7 +55,7 @@ class Delta(NamedTuple):
 
 
 def encode(previous: Tensor | None, current: Tensor, itemsize: int) -> Delta:
-    """What turns `previous` into `current`: contiguous tensors of as many bytes, aligned to `itemsize`. Without
+    """The delta that turns `previous` into `current`: contiguous tensors of equal size, aligned to `itemsize`. Without
     `previous` it is dense. The payload may be a view of `current`.
     """
     bucket = _words(current, itemsize)
@@ -68,7 +69,7 @@ def encode(previous: Tensor | None, current: Tensor, itemsize: int) -> Delta:
     else:
         places = (before != bucket).nonzero().view(-1)
     blocks = -(-len(bucket) // _BLOCK)
-    # Blocks, places and values together: a delta that is no smaller than the bucket costs work for nothing.
+    # The size of counts, places and values: a delta that is not smaller than the bucket is useless.
     if 4 * blocks + (2 + itemsize) * len(places) >= bucket.nbytes:
         return dense
     edges = torch.arange(blocks + 1, device=places.device) * _BLOCK
@@ -78,8 +79,8 @@ def encode(previous: Tensor | None, current: Tensor, itemsize: int) -> Delta:
 
 
 def payload_bytes(nbytes: int, itemsize: int, changed: int) -> int:
-    """The bytes that travel of a bucket of `nbytes`. Raises `DeltaError` for a number of changed elements with which
-    no delta is made: so that a receiver never waits for what does not come.
+    """The bytes that are sent for a bucket of `nbytes`. Raises `DeltaError` for a number of changed elements for which
+    no delta would be made, so that a receiver never waits for bytes that do not come.
     """
     if changed == NONE:
         return nbytes
@@ -103,14 +104,15 @@ def decode(delta: Delta, into: Tensor, itemsize: int) -> None:
     blocks = -(-len(bucket) // _BLOCK)
     sizes = [4 * blocks, 2 * delta.changed, itemsize * delta.changed]
     kinds = [torch.int32, torch.int16, _WORDS[itemsize]]
-    # Cloned: a view of larger elements has to begin where one may lie.
+    # Cloned, since a view with larger elements must be aligned.
     counts, low, values = (
         piece.clone().view(kind) for piece, kind in zip(torch.split(delta.payload, sizes), kinds, strict=True)
     )
     counts = counts.long()
     if int(counts.min()) < 0 or int(counts.sum()) != delta.changed:
         raise DeltaError(f"the counts of the blocks do not make {delta.changed}")
-    # A place is two bytes within its block, which the counts give: four bytes would double most deltas.
+    # A place has two bytes and is relative to its block, which follows from the counts: four bytes would double most
+    # deltas.
     block = torch.repeat_interleave(torch.arange(blocks, device=into.device), counts)
     places = (low.long() & _BLOCK - 1).add_(block, alpha=_BLOCK)
     if delta.changed and int(places.max()) >= len(bucket):
@@ -119,18 +121,18 @@ def decode(delta: Delta, into: Tensor, itemsize: int) -> None:
 
 
 def _words(part: Tensor, itemsize: int) -> Tensor:
-    """A contiguous tensor, flat, as integers of this many bytes."""
+    """A contiguous tensor as a flat one of integers of `itemsize` bytes."""
     return part.view(-1).view(torch.uint8).view(_WORDS[itemsize])
 
 
-_HELD, _ANSWER, _CHANGED, _PAYLOADS = range(4)  # tags; the payloads' are counted on
+_HELD, _ANSWER, _CHANGED, _PAYLOADS = range(4)  # tags; payloads use `_PAYLOADS` and the numbers after it
 _ANSWERED = "version", "predecessor", "messages", "bytes"
 
 
 @dataclass
 class _Kept:
-    """The bytes of each message to or from one peer as of `version`, and how many deltas a source has sent to that
-    peer since the last full sync."""
+    """The bytes of each message to or from one peer as of `version`, and the number of deltas that a source has sent to
+    that peer since the last full sync."""
 
     buffers: list[Tensor]
     version: int = NONE
@@ -138,8 +140,8 @@ class _Kept:
 
 
 class DeltaTransport:
-    """One rank of a link. Of any `every` syncs in a row with one peer, at least one is full. `counts` has the syncs
-    sent to each peer, "full" or "delta", and the "bytes" that the deltas took instead of the "whole" ones."""
+    """One rank of a link. Of any `every` consecutive syncs with one peer, at least one is full. `counts` has the number
+    of "full" and "delta" syncs sent, summed over peers; the "bytes" of the deltas, and those of the "whole" buckets."""
 
     def __init__(self, connection: Connection, every: int) -> None:
         self._connection = connection
@@ -157,13 +159,13 @@ class DeltaTransport:
         for word in words:
             own, (wanted, held) = by_peer[word.peer], word.wait().tolist()
             kept = self._of(word.peer, own)
-            # A delta needs equal bytes on both sides: the peer has what was sent last, and that was kept to the end.
+            # A delta needs equal bytes on both sides: the peer must hold the version that was sent and kept last.
             usable = NONE != kept.version == held < version and kept.deltas < self._every - 1
             kept.deltas = kept.deltas + 1 if usable else 0
             self.counts["delta" if usable else "full"] += 1
             answer = _answer(version, kept.version if usable else NONE, own)
             connection.send(answer, word.peer, _ANSWER).wait()
-            # Only now: the receiver has to see what is sent here, and to fail, too.
+            # Check only after the answer is sent: the receiver must see it, and fail too.
             connection.match(torch.tensor([wanted]), torch.tensor([version]), _ANSWERED[:1], word.peer)
             deltas = []
             for bucket, before in zip(own, kept.buffers, strict=True):
@@ -205,7 +207,7 @@ class DeltaTransport:
         self._kept.clear()
 
     def _buckets(self, copies: Sequence[Copy], parts: Shards) -> dict[int, list[Bucket]]:
-        """Each peer's, the same on both sides of a pair."""
+        """The buckets by peer; both sides of a pair make the same ones."""
         exchange = self._cache.of(copies, parts)
         rounds = self._cache.rounds(exchange, dict.fromkeys(exchange.loads, GLOO_SIZES.full))
         return {peer: [bucket for own in each for bucket in own] for peer, each in rounds.items()}
@@ -216,24 +218,24 @@ class DeltaTransport:
         return self._kept[peer]
 
     def _keep(self, version: int, peer: int, own: Sequence[Bucket]) -> None:
-        """Remember what was sent: the bytes that the next delta for this peer is taken from."""
+        """Keep the bytes that were sent: the next delta for this peer starts from them."""
         kept = self._kept[peer]
-        kept.version = NONE  # torn until all are copied
+        kept.version = NONE  # invalid until all are copied
         for bucket, buffer in zip(own, kept.buffers, strict=True):
             buffer.copy_(bucket.buffer)
         kept.version = version
 
     def _receive_from(self, version: int, peer: int, own: Sequence[Bucket]) -> int:
-        """Bring the kept bytes to `version`, and the buckets' places with them; the bytes received."""
+        """Receive `version` into the kept bytes and the shards. Return the bytes received."""
         connection, kept = self._connection, self._kept[peer]
-        # Until all deltas are applied the kept bytes are of no version: an error must lead to a full sync.
+        # Until all deltas are applied, the kept bytes are of no version: after an error the next sync must be full.
         kept.version = NONE
         changed = connection.receive(torch.empty(len(own), dtype=torch.int64), peer, _CHANGED).wait()
         pending = []
         for tag, (count, bucket, buffer) in enumerate(zip(changed.tolist(), own, kept.buffers, strict=True), _PAYLOADS):
             with connection.naming(peer, bucket.name):
                 size = payload_bytes(buffer.nbytes, bucket.itemsize, count)
-            # A dense payload is received where it is kept: no second copy of it.
+            # A dense payload is received directly into the kept buffer.
             payload = buffer if count == NONE else torch.empty(size, dtype=torch.uint8)
             pending.append((connection.receive(payload, peer, tag, bucket.name), count, bucket, buffer))
         for message, count, bucket, buffer in pending:

@@ -1,34 +1,34 @@
-"""Digests of weights: `digest` of whole tensors, and `Checksums`, which proves that the tensors a replica's ranks hold
-between them are those that were sent.
+"""Digests of weights: `digest` of whole tensors, and `Checksums`, which verifies that the tensors that a replica's
+ranks hold together are those that were sent.
 
-**The digest** of a logical tensor has 64 bits, and is the same however the tensor is divided. The whole tensor is a
+**The digest** of a logical tensor has 64 bits, and is the same however the tensor is sharded. The whole tensor is a
 matrix of bytes (int8): a row is the last dimension, with as many before it as make it 1 KiB long, and a tile is 8192
 bytes of a row. With small odd or even pseudo-random numbers a_i and b_i for the places in a tile, odd 64-bit numbers t
 for tiles, c odd and e even, and a key k made of the tensor's name, dtype and shape,
 
     digest = k + (k | 1) * sum over tiles q of t_q * (c * sum over i of a_i * x_qi + e * sum over i of b_i * x_qi)
 
-mod 2^64, which is linear in the elements: a rank that holds a region computes the sum over the elements of it, as if
-all others were zero, and the sums of disjoint regions add up. The two inner sums are exact in 32 bits, so that they
-are two products with int8 matrices, which CPUs compute at the speed of their caches. Other devices, whose int8
-products want other shapes, sum (c * a_i + e * b_i) * x_qi in 64 bits at once: the same number mod 2^64. On CPUs that
-add two products up in 16 bits, a and b go as halves and remainders, whose products do not overflow there.
+mod 2^64. This is linear in the elements: a rank that holds a region computes the sum over its elements, as if all
+others were zero, and the sums of disjoint regions add up. The two inner sums are exact in 32 bits, so they are two
+products with int8 matrices, which CPUs compute at the speed of their caches. Other devices, whose int8 products need
+other shapes, sum (c * a_i + e * b_i) * x_qi directly in 64 bits, which is the same number mod 2^64. On CPUs that add
+pairs of products in 16 bits, a and b are split into halves and remainders, whose products do not overflow there.
 
-Sums stay where the weights are until all are there: one vector, and one copy to the host. A GPU waits for nothing
-before that.
+Sums stay on the device of the weights until all are computed: one vector, and one copy to the host. A GPU is not
+synchronised before that.
 
 A changed byte always changes the sum (a_i, c and t are odd). The vectors (a_i, b_i) of a tile have different
-directions, so that two changed bytes always change an inner sum; two elements that change places, or a row that is
-another's, are missed with probability near 2^-30. It finds faults; it is no defence against forgery.
+directions, so two changed bytes always change an inner sum. Two swapped elements, or two swapped rows, are missed with
+a probability near 2^-30. The digest finds faults; it does not protect against forgery.
 
-**The check of a replica.** Each rank computes the partial sums of the regions it holds, and sums over the ranks give
-the digests. Each element must be counted once, although several ranks may hold it. So regions are split until no two
-overlap, and dealt into *covers*: a cover takes each distinct region of a tensor from one rank. The sender hashes the
-first cover; a receiver all of them, since each copy of a region goes live.
+**The check of a replica.** Each rank computes the partial sums of its regions; their sums over the ranks give the
+digests. Each element must be counted once, although several ranks may hold it. So regions are split until no two
+overlap, and assigned to *covers*: a cover takes each distinct region of a tensor from one rank. The sender hashes the
+first cover; a receiver hashes all covers, since every copy of a region goes live.
 
 Modes: "full" hashes every tensor. "sampled" hashes one tensor in eight, chosen by a hash of its name and the version,
-and at least one: a fault in any other tensor goes live; one that stays is found within some 30 versions (a chance of
-one in fifty that it is not). "off" hashes nothing: the version and the number of bytes are still compared.
+and at least one. A fault in another tensor goes live; a lasting fault is found within about 30 versions (it is missed
+with a chance of one in fifty). "off" hashes nothing; the version and the number of bytes are still compared.
 """
 
 import functools
@@ -48,21 +48,21 @@ from penstock.runtime.tensor.layout import Layout, Region
 from penstock.runtime.tensor.reshard import DistinctRegions, disjoint_regions
 
 _TILE = 8192  # bytes: there are not many more directions of small vectors
-_ROW = 1024  # bytes that make a row worth a product
-_CHUNK = 2 << 20  # bytes read twice: on a CPU, the second time from its caches, and few calls in all
-_LARGE_CHUNK = 4 << 20  # the same for a GPU, whose caches hold the 32 MiB of products of these
+_ROW = 1024  # fewest bytes of a row for which a product is efficient
+_CHUNK = 2 << 20  # bytes: small enough for a CPU to read them a second time from its caches, and for few calls
+_LARGE_CHUNK = 4 << 20  # the same for a GPU, whose caches hold the 32 MiB of products of a chunk
 _MASK = (1 << 64) - 1
 
-# `fill(rows, first, last)` provides the rows from first to last, of a part of a tensor seen as so many rows.
+# `fill(rows, first, last)` writes the rows first to last of a shard, seen as a matrix of `rows` rows.
 DigestFill = Callable[[int, int, int], None]
 
 
 class ChecksumError(RuntimeError):
-    """What arrived is not what was sent. The peer's fault, or the wire's, or ours: never to be trained on."""
+    """What arrived is not what was sent: a fault of the peer, the network or this side. Never use such weights."""
 
 
 class _Rows(NamedTuple):
-    """The rows `start` to `stop` of a tensor that has `shape` of them, in each of these dimensions."""
+    """The rows `start` to `stop` in each of the row dimensions of a tensor, whose sizes are `shape`."""
 
     shape: tuple[int, ...]
     start: tuple[int, ...]
@@ -78,12 +78,12 @@ class _Run(NamedTuple):
 
     @property
     def is_long(self) -> bool:
-        """Whether there are so few and long rows that their tiles are better taken as the rows."""
+        """True if rows are so few and long that it is faster to treat their tiles as rows."""
         return len(self.matrix) < self.matrix.shape[1] // _TILE
 
 
 def digest(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The digest of each tensor, whole; all are on one device."""
+    """The digest of each whole tensor; all are on one device."""
     sums = [partial(tensor, tensor.shape, Region.whole(tensor.shape)) for tensor in tensors.values()]
     return {
         name: finish(total, name, tensor.dtype, tensor.shape)
@@ -95,8 +95,8 @@ def partial(tensor: Tensor, shape: Sequence[int], region: Region, fill: DigestFi
     """The sum over the elements of `region`, which `tensor` holds, of a logical tensor of `shape`: an int64 scalar,
     mod 2^64, on the tensor's device.
 
-    `fill` is called for all rows of the tensor, in order, right before they are read: bytes that it copies there are
-    then still in a core's cache, and reading them again costs little.
+    `fill` is called for all rows of the tensor, in order, just before they are read: the bytes that it copies are then
+    still in a core's cache, so that reading them costs little.
     """
     if not region.size:
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -124,7 +124,7 @@ def finish(total: int, name: str, dtype: torch.dtype, shape: Sequence[int]) -> i
 
 
 def _to_host(sums: Sequence[Tensor]) -> list[int]:
-    """Scalars of one device, by one copy: the only wait for it."""
+    """Scalars of one device, by a single copy, which is the only synchronisation."""
     return torch.stack(tuple(sums)).tolist() if sums else []
 
 
@@ -136,14 +136,14 @@ def _key(name: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
 def _row_dims(shape: tuple[int, ...], itemsize: int) -> int:
     """The first dimension that lies within a row."""
     depth = max(0, len(shape) - 1)
-    # Short rows would make products with more overhead than work.
+    # Products of short rows have more overhead than work.
     while depth and math.prod(shape[depth:]) * itemsize < _ROW:
         depth -= 1
     return depth
 
 
 def _runs(tensor: Tensor, shape: tuple[int, ...], region: Region, depth: int) -> Iterator[_Run]:
-    """The region as runs of its rows: one, but where it cuts a row into several."""
+    """The region as runs of its rows: one run, or several if the region has several pieces of a row."""
     rows = _Rows(shape[:depth], region.start[:depth], region.stop[:depth])
     height = math.prod(region.shape[:depth])
     cut = depth  # the last dimension that the region does not have whole
@@ -162,7 +162,7 @@ def _runs(tensor: Tensor, shape: tuple[int, ...], region: Region, depth: int) ->
 
 
 def _bytes(piece: Tensor, rows: int, width: int) -> Tensor:
-    """[rows, width] int8, a view where it can be one."""
+    """[rows, width] int8, a view if possible."""
     flat = piece.reshape(rows, width // piece.dtype.itemsize)
     return (flat if flat.stride(1) == 1 else flat.contiguous()).view(torch.int8)
 
@@ -176,16 +176,16 @@ def _row_numbers(rows: _Rows) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _row_factors(rows: _Rows, tiles: int, tile: int, device: torch.device) -> Tensor:
-    """t of one tile of each row, times the factor of each of its inner sums: [N, P]. Kept, since tensors of one shape
-    share them and each sync needs them.
+    """t of one tile of each row, times the factor of each inner sum: [N, P]. Cached, since tensors of one shape share
+    it, and each sync needs it.
     """
     factors = (_mix(_row_numbers(rows) * tiles + tile) | 1) * _places(device).factors[:, None]
-    # A copy from the host is there on return, whichever thread's stream of a GPU will read it.
+    # A copy from the host is complete on return, so that any thread's GPU stream may read it.
     return factors.to(device)
 
 
 def _run_sums(run: _Run, tiles: int, fill: DigestFill | None) -> list[Tensor]:
-    """The sum over a run in each tile of its rows; `tiles` is the number of tiles of a row."""
+    """The sums over a run, one per tile of its rows; `tiles` is the number of tiles of a row."""
     matrix, rows, first = run
     (height, width), device = matrix.shape, matrix.device
     last = first + width
@@ -215,7 +215,7 @@ def _run_sums(run: _Run, tiles: int, fill: DigestFill | None) -> list[Tensor]:
 
 
 def _long_sums(row: Tensor, first: int) -> list[Tensor]:
-    """The sums over one row from byte `first` on, tiles counted through."""
+    """The sums over one row from byte `first` on, with its tiles as rows."""
     head = min(-first % _TILE, len(row))
     whole = (len(row) - head) // _TILE
     end = head + whole * _TILE
@@ -242,8 +242,8 @@ def _wide_product(part: Tensor, vector: Tensor, out: Tensor) -> None:
 
 
 class _Places(NamedTuple):
-    """By what the bytes of a tile are multiplied: `vectors` [_TILE, ·], [_TILE, N] together, and by what the N sums, on
-    the host."""
+    """`vectors` multiply the bytes of a tile: each [_TILE, ·], together [_TILE, N]. `factors` multiply the N sums; they
+    are on the host."""
 
     vectors: tuple[Tensor, ...]
     factors: Tensor
@@ -253,18 +253,18 @@ class _Places(NamedTuple):
 def _places(device: torch.device) -> _Places:
     if device.type != "cpu":
         return wide_places(device)
-    # A CPU without tiles multiplies by one vector at 1.6 times the speed of two, and reads its caches twice; with tiles
-    # (AMX) two cost what one does.
+    # A CPU without tiles (AMX) multiplies by one vector at 1.6 times the speed of two, although it then reads its
+    # caches twice. With tiles, two vectors cost as much as one.
     narrow = narrow_places(together=torch.cpu._is_amx_tile_supported())
     if are_exact(narrow):
         return narrow
-    # Without an instruction for it (VNNI), oneDNN adds pairs of products up in 16 bits.
+    # Without the VNNI instructions, oneDNN adds pairs of products in 16 bits.
     halved = halved_places()
     return halved if are_exact(halved) else wide_places(device)
 
 
 def are_exact(places: _Places) -> bool:
-    """Whether this CPU's products with such int8 vectors are right for the largest bytes, which these rows are."""
+    """True if this CPU's products with these int8 vectors are exact, tested on rows of the largest bytes."""
     rows = torch.tensor([127, -128], dtype=torch.int8).repeat(16)[:, None].expand(32, _TILE).contiguous()
     return all(
         torch.equal(torch._int_mm(rows, vector).long(), rows[:, :1] * vector.long().sum(0)) for vector in places.vectors
@@ -272,20 +272,20 @@ def are_exact(places: _Places) -> bool:
 
 
 def narrow_places(*, together: bool) -> _Places:
-    """a and b as int8, each a vector or both `together`; and c and e."""
+    """a and b as int8, as two vectors or, with `together`, one matrix; factors c and e."""
     both = _directions()
     columns = (both,) if together else (both[:, :1].contiguous(), both[:, 1:].contiguous())
     return _Places(columns, torch.tensor([_C, _E]))
 
 
 def halved_places() -> _Places:
-    """a and b as 2 * h + l, where h is within 64 and l is 0 or 1; and 2 * c, 2 * e, c and e."""
+    """a and b as 2 * h + l, where |h| is at most 64 and l is 0 or 1; factors 2 * c, 2 * e, c and e."""
     both, factors = _directions(), torch.tensor([_C, _E])
     return _Places((torch.cat([both >> 1, both & 1], 1),), torch.cat([2 * factors, factors]))
 
 
 def wide_places(device: torch.device) -> _Places:
-    """c * a + e * b as int64; and 1."""
+    """c * a + e * b as int64; factor 1."""
     wide = (_directions() * torch.tensor([_C, _E])).sum(1, keepdim=True)
     return _Places((wide.to(device),), torch.ones(1, dtype=torch.int64))
 
@@ -305,7 +305,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """Mod 2^64, as int64."""
+    """`value` mod 2^64, as int64."""
     value %= 1 << 64
     return value - (1 << 64) if value >> 63 else value
 
@@ -315,7 +315,7 @@ _E = _signed(0xA0761D6478BD6428)
 
 
 Mode = Literal["full", "sampled", "off"]
-# The sum of an int64 tensor over the ranks of a replica, mod 2^64, on each of them.
+# Returns, on each rank of a replica, the sum of an int64 tensor over its ranks, mod 2^64.
 Add = Callable[[Tensor], Tensor]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -334,14 +334,14 @@ def hashed_tensors(mode: Mode, version: int, names: Sequence[str]) -> tuple[str,
     if mode == "off" or not names:
         return ()
     drawn = {name: _draw(version, name) for name in names}
-    # At least one: a version without any digest would prove nothing.
+    # At least one: otherwise nothing of the version would be verified.
     first = min(drawn, key=lambda name: (drawn[name], name))
     return tuple(name for name in names if name == first or drawn[name] % _ONE_IN == 0)
 
 
 class Checksums:
-    """One rank's part in the proofs of what its replica holds of `layout`; `add` sums over the replica's ranks. Without
-    it a rank has everything, and proves it by itself."""
+    """One rank's part in the digests of what its replica holds of `layout`; `add` sums over the replica's ranks.
+    Without it the rank holds everything, and computes the digests alone."""
 
     def __init__(self, layout: Layout, rank: int, add: Add | None) -> None:
         if add is None:
@@ -359,14 +359,14 @@ class Checksums:
         self._covers = max((len(ranks) for found in regions for ranks in found.ranks), default=1)
 
     def digests(self, parts: Shards, names: Sequence[str], fill: Fill | None = None) -> dict[str, int]:
-        """The digests of these tensors by the first cover. Every rank of the replica must ask for the same.
-        `fill` provides the elements of those that this rank hashes, right before they are read.
+        """The digests of these tensors by the first cover. Every rank of the replica must ask for the same tensors.
+        `fill` writes the elements that this rank hashes, just before they are read.
         """
         return {name: values[0] for name, values in self._digests(parts, names, 1, fill).items()}
 
     def check(self, parts: Shards, sent: Mapping[str, int], version: int, sides: str) -> None:
-        """Raise `ChecksumError` with every tensor of `sent` of which a rank holds something else, on every rank of the
-        replica. `sides` says who sent and who received.
+        """Raise `ChecksumError`, on every rank of the replica, with the tensors whose digests differ from `sent` on any
+        rank. `sides` names sender and receiver.
         """
         unknown = sent.keys() - self._layout.by_name.keys()
         if unknown:
@@ -410,16 +410,16 @@ class Checksums:
     def _sums(
         self, name: str, part: Shard | None, covers: int, fill: Fill | None
     ) -> Iterator[tuple[list[int], Tensor]]:
-        """The sum of each region that counts for this rank, with the covers in which it does."""
+        """The sum of each region that this rank counts, with the covers in which it does."""
         shape = self._layout.by_name[name].shape
         if part is None:
             return
         for region, ranks in self._own[name]:
-            # Replicated regions count for one rank in each cover: twice would be another sum.
+            # In each cover, one rank counts a replicated region: counting it twice would give another sum.
             counted = [cover for cover in range(covers) if _member(name, ranks, cover) == self._rank]
             if not counted:
                 continue
-            # A part that is hashed in pieces is filled at once: pieces share rows.
+            # A shard that is hashed in pieces is filled at once, since pieces share rows.
             if fill is not None and region != part.region:
                 fill(name, 1, 0, 1)
                 fill = None
@@ -433,7 +433,7 @@ class Checksums:
 
 def _member(name: str, ranks: Sequence[int], cover: int) -> int:
     """The rank whose copy of a region a cover takes."""
-    # Tensors start at different ranks, so that replicas share the work of the first cover.
+    # Tensors start at different ranks, so that ranks with equal regions share the work of the first cover.
     return ranks[(cover + _draw(0, name)) % len(ranks)]
 
 

@@ -1,14 +1,14 @@
-"""Which rank holds which part of which tensor. Pure, no torch.
+"""Which rank holds which region of which tensor. Pure, no torch.
 
-A `Layout` says, for each logical tensor, which regions of it each rank holds: described by a mesh and a placement, or
-listed. Equal regions on several ranks are replicas. Fused parameters are several logical tensors; empty regions are
-normal. Ranks of a source and of a destination are counted apart, each from 0.
+A `Layout` says, for each logical tensor, which regions each rank holds: described by a mesh and a placement, or listed.
+Equal regions on several ranks are replicas. Fused parameters are several logical tensors; empty regions are normal.
+Ranks of a source and of a destination are numbered separately, each from 0.
 
     mesh = Mesh((("fsdp", 64), ("tp", 8)))
     Placement(mesh, (Split("tp", 0), Split("fsdp", 0)))      # a column-parallel weight under FSDP2
 
-The splits are applied in order, each to what the one before has left: FSDP2 over tensor parallelism splits over "tp"
-first, and each part over "fsdp", where DTensor says (_StridedShard, Shard). An axis without a split holds replicas.
+The splits are applied in order, each to the result of the one before: FSDP2 over tensor parallelism splits over "tp"
+first, and each part over "fsdp"; DTensor calls this (_StridedShard, Shard). An axis without a split holds replicas.
 `sharded` makes the layout of a model on a mesh from data that come with the model: a table of rules for tensor
 parallelism, and the stages of a pipeline.
 """
@@ -53,7 +53,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The elements with start[d] <= index[d] < stop[d] for every dimension d. No dimensions: the one element."""
+    """The elements with start[d] <= index[d] < stop[d] for every dimension d. Without dimensions: the one element."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -77,7 +77,7 @@ class Region:
         return size
 
     def __and__(self, other: "Region") -> "Region":
-        """The elements in both; regions must have the same number of dimensions."""
+        """The elements in both. The regions must have the same number of dimensions."""
         return Region(tuple(map(max, self.start, other.start)), tuple(map(min, self.stop, other.stop)))
 
     def minus(self, other: "Region") -> tuple["Region", ...]:
@@ -87,7 +87,7 @@ class Region:
             return (self,) if self.size else ()
         pieces = []
         start, stop = list(self.start), list(self.stop)
-        # Slab by slab: what is left shrinks to the common part in one dimension after the other.
+        # Cut slabs off, one dimension after the other, until only the common part is left.
         for d in range(len(start)):
             pieces.append(Region(tuple(start), (*stop[:d], common.start[d], *stop[d + 1 :])))
             pieces.append(Region((*start[:d], common.stop[d], *start[d + 1 :]), tuple(stop)))
@@ -109,7 +109,7 @@ class Region:
         )
 
     def parted(self, dim: int, count: int) -> tuple["Region", "Region"]:
-        """The first `count` along dimension `dim`, of more than `count`, and the rest."""
+        """The first `count` indices along dimension `dim`, which has more, and the rest."""
         edge = self.start[dim] + count
         return (
             Region(self.start, (*self.stop[:dim], edge, *self.stop[dim + 1 :])),
@@ -117,7 +117,7 @@ class Region:
         )
 
     def slices(self, within: "Region") -> tuple[slice, ...]:
-        """How to cut this region out of a tensor that holds the elements of `within`."""
+        """The slices that cut this region out of a tensor that holds the elements of `within`."""
         edges = zip(self.start, self.stop, within.start, strict=True)
         return tuple(slice(a - origin, b - origin) for a, b, origin in edges)
 
@@ -126,7 +126,7 @@ class Region:
 
 
 class RankRegions(NamedTuple):
-    """Regions as arrays: region i, on rank ranks[i], is start[i] to stop[i]. [N], [N, D] and [N, D]. Some are empty."""
+    """Regions as arrays [N], [N, D], [N, D]: region i is start[i] to stop[i], on rank ranks[i]. Some are empty."""
 
     ranks: IntArray
     start: IntArray
@@ -134,15 +134,15 @@ class RankRegions(NamedTuple):
 
 
 class Holding(Protocol):
-    """Who holds what of a tensor: a value, hashable. `ListedRegions` lists it, `Placement` describes it."""
+    """Which rank holds which region of a tensor; hashable. `ListedRegions` lists it, `Placement` describes it."""
 
     @property
     def ranks(self) -> int:
-        """The number of ranks, those that hold nothing included."""
+        """The number of ranks, including those that hold nothing."""
 
     @property
     def disjoint(self) -> bool:
-        """Whether any two regions are known to be equal or to have no element in common."""
+        """True if any two regions are known to be equal or without common elements."""
 
     def edges(self, shape: tuple[int, ...]) -> RankRegions:
         """Every region of a tensor of this shape."""
@@ -151,12 +151,12 @@ class Holding(Protocol):
         """The non-empty regions of one rank."""
 
     def faults(self, shape: tuple[int, ...]) -> list[str]:
-        """What makes it impossible for a tensor of this shape."""
+        """Why it is impossible for a tensor of this shape; [] if it is possible."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListedRegions:
-    """(rank, region) pairs, for what no mesh describes. They may overlap, repeat and be empty."""
+    """(rank, region) pairs, for a holding that no mesh describes. Regions may overlap, repeat and be empty."""
 
     regions: tuple[tuple[int, Region], ...]
 
@@ -183,14 +183,14 @@ class ListedRegions:
             f"region {region} of rank {rank} outside shape {shape}"
             for rank, region in self.regions
             if not len(region.start) == len(region.stop) == len(shape)
-            # A hull that is larger than the tensor shows an edge outside of it.
+            # If the hull of region and tensor is larger than the tensor, the region is partly outside.
             or Region(tuple(map(min, region.start, whole.start)), tuple(map(max, region.stop, whole.stop))) != whole
         ]
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Axes with distinct names. Raises ValueError for others, and sizes below 1."""
+    """Axes with distinct names. Raises ValueError for equal names, and for sizes below 1."""
 
     axes: Axes
 
@@ -214,7 +214,7 @@ class Mesh:
         return [axis for axis, _ in self.axes].index(name)
 
     def extent(self, name: str) -> int:
-        """The size of an axis; 1 for one that is not there. Of several joined by "+", the product."""
+        """The size of an axis; 1 if there is none. For several joined by "+", the product."""
         axes = dict(self.axes)
         return prod(axes.get(each, 1) for each in name.split("+"))
 
@@ -224,7 +224,7 @@ class Mesh:
         return np.indices(shape, np.int64).reshape(len(shape), self.size)
 
     def along(self, name: str, coordinates: IntArray) -> IntArray:
-        """[rank]: where ranks with these coordinates are on an axis, or on several joined by "+", outermost first."""
+        """[rank]: the places of ranks with these coordinates on an axis, or several joined by "+", outermost first."""
         found = np.zeros(coordinates.shape[1], np.int64)
         for each in name.split("+"):
             found = found * self.extent(each) + coordinates[self.axis(each)]
@@ -236,11 +236,11 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A dimension cut over an axis of n ranks as `torch.chunk` does: parts of the rounded-up length, the last ones
-    short or empty. Several axes that cut as one are joined by "+", outermost first.
+    """A dimension split over an axis of n ranks as by `torch.chunk`: the length of a part is rounded up, and the last
+    ones are short or empty. Several axes that split as one are joined by "+", outermost first.
 
-    With `units` the dimension is that many indivisible ones, such as heads: they are dealt out as `chunk` would, and
-    where there are fewer than ranks, each is on n / units neighbours.
+    With `units`, the dimension consists of that many indivisible units, such as heads, which are split as by `chunk`.
+    If there are fewer units than ranks, each unit is on n / units neighbouring ranks.
     """
 
     axis: str
@@ -248,11 +248,11 @@ class Split:
     units: int = 0
 
     def apply(self, start: IntArray, stop: IntArray, coordinate: IntArray, parts: int) -> tuple[IntArray, IntArray]:
-        """The range that each coordinate has of its range start to stop."""
+        """The part of the range start to stop that each coordinate gets."""
         length = stop - start
         if 0 < self.units < parts:
             unit = length // self.units
-            # Fewer heads than ranks: neighbours share one, as vLLM and Megatron replicate key-value heads.
+            # Fewer heads than ranks: neighbours hold the same one, as vLLM and Megatron replicate key-value heads.
             first = start + coordinate * self.units // parts * unit
             return first, first + unit
         unit = length // self.units if self.units else np.ones_like(length)
@@ -264,8 +264,8 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a tensor lies on a mesh: cut by `splits`, in order. `only` keeps it to some coordinates of an axis, as
-    (axis, coordinates): the stage of a pipeline that has it.
+    """How a tensor lies on a mesh: split by `splits`, in order. `only` has pairs (axis, coordinates): only ranks at
+    these coordinates hold it, such as those of its pipeline stage.
     """
 
     mesh: Mesh
@@ -310,7 +310,7 @@ class Placement:
                 found.append(f"split of dimension {split.dim} of shape {shape}")
             elif split.units:
                 length, parts = shape[split.dim], self.mesh.extent(split.axis)
-                # Units are never cut: a head on two ranks would be no attention.
+                # Units are never split: attention needs whole heads.
                 if length % split.units:
                     found.append(f"{split.units} units in dimension {split.dim} of shape {shape}")
                 elif split.units < parts and parts % split.units:
@@ -339,18 +339,18 @@ class Placement:
 
 @lru_cache(maxsize=256)
 def _regions(placement: Placement, shape: tuple[int, ...]) -> dict[int, Region]:
-    """The region of each rank that has one: the same for all tensors of a signature."""
+    """The region of each rank that has one; equal for all tensors of a signature."""
     edges = placement.edges(shape)
     rows = zip(edges.ranks.tolist(), edges.start.tolist(), edges.stop.tolist(), strict=True)
     return {rank: Region(tuple(start), tuple(stop)) for rank, start, stop in rows}
 
 
 def whole(ranks: int) -> Placement:
-    """All of a tensor on each of `ranks` ranks."""
+    """A whole tensor on each of `ranks` ranks."""
     return Placement(Mesh((("replica", ranks),)))
 
 
-# Bytes of an element of each dtype that travels.
+# Bytes of an element of each dtype that can be sent.
 ITEMSIZE = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int16": 2, "float16": 2, "bfloat16": 2,
@@ -362,12 +362,12 @@ Signature = tuple[tuple[int, ...], str, Holding]
 
 
 class LayoutError(ValueError):
-    """Layouts that cannot be turned into each other; the message lists every tensor at fault."""
+    """A layout is impossible, or cannot be turned into another one. The message lists every tensor at fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """One logical tensor: `shape` and `dtype` of the whole, and who holds what of it."""
+    """One logical tensor: `shape` and `dtype` of the whole, and which rank holds which region."""
 
     name: str
     shape: tuple[int, ...]
@@ -386,9 +386,9 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """The logical tensors that a group of ranks holds between them. Names are unique.
+    """The logical tensors that a group of ranks holds together. Names are unique.
 
-    `hosts` names the host of each rank, or is empty: ranks of one host send to each other first.
+    `hosts` names the host of each rank, or is empty; ranks prefer senders on their own host.
     """
 
     tensors: tuple[TensorLayout, ...]
@@ -400,18 +400,18 @@ class Layout:
 
     @cached_property
     def ranks(self) -> int:
-        """The number of ranks, those that hold nothing included."""
-        # By identity: tensors share their holdings, and there may be thousands.
+        """The number of ranks, including those that hold nothing."""
+        # By identity: thousands of tensors may share a holding.
         distinct = {id(t.held): t.held for t in self.tensors}
         return max([len(self.hosts), *(held.ranks for held in distinct.values())])
 
     @cached_property
     def signatures(self) -> tuple[tuple[Signature, ...], tuple[int, ...]]:
-        """The distinct (shape, dtype, holding), in order of appearance, and for each tensor the index of its own.
-        Tensors of one signature have the same regions: what holds for one holds for all.
+        """The distinct (shape, dtype, holding), in order of appearance, and the index of each tensor's.
+        Tensors of one signature have the same regions, so work on one is valid for all.
         """
         places: dict[Signature, int] = {}
-        # Hashing a holding costs more than all the rest here, and tensors share them.
+        # Hashing a holding costs more than everything else here, and tensors share holdings.
         seen: dict[tuple[tuple[int, ...], str, int], int] = {}
         indices = []
         for t in self.tensors:
@@ -432,8 +432,8 @@ class Layout:
         return Layout.whole(((t.name, t.shape, t.dtype) for t in self.tensors), ranks)
 
     def to_json(self) -> dict[str, Any]:
-        """Each signature once, and the tensors as [name, index of the signature]; of placements alone."""
-        # Thousands of tensors have a dozen signatures: the text is as long as the list of names.
+        """Each signature once, and the tensors as [name, index of the signature]. Only for placements."""
+        # Thousands of tensors have a dozen signatures, so the text is little longer than the list of names.
         signatures, indices = self.signatures
         placed = [(shape, dtype, held) for shape, dtype, held in signatures if isinstance(held, Placement)]
         if len(placed) < len(signatures):
@@ -470,13 +470,12 @@ def sharded(
     experts: int = 0,
     sharding_axes: Sequence[str] = (FSDP, EXPERT),
 ) -> Layout:
-    """Every (name, shape, dtype) on a mesh whose axes are named as in `graph.protocols`, in any order.
+    """The layout of every (name, shape, dtype) on a mesh whose axes are named as in `graph.protocols`, in any order.
 
-    `rules` are for `rule_of`; `stages` gives the stages that hold a tensor. Over "ep" each of a layer's `experts` is at
-    one place. The `sharding_axes` together cut dimension 0 of other tensors, the outermost first; of experts those but
-    "ep" do.
-    Raises `LayoutError` with every tensor that the mesh needs a rule or a stage for and that has none, and with every
-    expert that "ep" cannot place.
+    `rules` are for `rule_of`; `stages` has the stages that hold a tensor. Each of a layer's `experts` is at one place
+    of the axis "ep". The `sharding_axes` together split dimension 0, outermost axis first; for tensors of experts,
+    without "ep". Raises `LayoutError` with every tensor without a rule or stage that the mesh needs, and every expert
+    that "ep" cannot place.
     """
     axes = dict(mesh.axes)
     if EXPERT in axes and experts % axes[EXPERT]:
@@ -494,7 +493,7 @@ def sharded(
             except LookupError as error:
                 faults.append(f"  {error.args[0]}")
         expert = expert_of(name) if EXPERT in axes else None
-        # Last: FSDP2 cuts what tensor parallelism has left.
+        # Last: FSDP2 shards the result of tensor parallelism.
         over = [axis for axis in sharding_axes if axis in axes and (expert is None or axis != EXPERT)]
         if len(shape) and over:
             splits = (*splits, Split("+".join(sorted(over, key=mesh.axis)), 0))
@@ -508,7 +507,7 @@ def sharded(
             else:
                 only = (*only, (STAGE, tuple(stages[name])))
         placement = Placement(mesh, splits, only)
-        # One object for equal placements: signatures are then found by identity.
+        # Share one object for equal placements: `signatures` compares by identity.
         layouts.append(TensorLayout(name, tuple(shape), dtype, placements.setdefault(placement, placement)))
     if faults:
         raise LayoutError("\n".join([f"no layout on {mesh}:", *faults]))

@@ -1,14 +1,14 @@
 """A link between two replicas: `ReplicaLink.open` joins their ranks in a process group of their own, point to point,
-and chooses the transport on which weights go over it. No other rank waits for it.
+and chooses the transport of its weights. No other rank waits for it.
 
-The death of a replica breaks its own links only. A link that failed once stays broken: a new one is made in
-milliseconds. All ranks use the same transport, which `choose_transport` says from what they have in common: weights are
-written straight into the receivers' memory ("shm", "cuda_ipc") where every rank is on one host and can do that; between
-GPUs they go by NCCL ("nccl"), and otherwise as messages through the hosts' memory ("messages"): all bytes, or, with
+The death of a replica breaks only its own links. A link that failed once stays broken: a new one is made in
+milliseconds. All ranks use the same transport, which `choose_transport` chooses by what all of them can use. Weights
+are written directly into the receivers' memory ("shm", "cuda_ipc") if all ranks are on one host and can do so. Between
+GPUs they go by NCCL ("nccl"). Otherwise they go as messages through the hosts' memory ("messages"): all bytes or, with
 `delta`, what changed.
 
-Each rank says what it has (`RankFacts`). The first rank answers with the transport, or with the rank that cannot use
-the one that was asked for.
+Each rank sends what it can use (`RankFacts`). The first rank answers with the transport, or with the rank that cannot
+use the one that was asked for.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from penstock.runtime.tensor.shm import SHM
 
 Transported = Literal[MemoryKind, "nccl", "messages"]
 TransportChoice = Literal["auto", Transported]
-# In the order in which they are tried.
+# In the order of preference.
 TRANSPORTED: tuple[Transported, ...] = ("shm", "cuda_ipc", "nccl", "messages")
 TRANSPORTS: tuple[TransportChoice, ...] = ("auto", *TRANSPORTED)
 MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
@@ -46,13 +46,13 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class ReplicaLink:
     """A link from `sources` to `destinations` ranks, which rendezvous at `store`: all of them share it, and no other
-    group has used it. `address` is where the other ranks reach this one's host: it listens there.
+    group has used it. This rank listens at `address`, where the other ranks reach its host.
 
-    `timeout` bounds, in seconds, opening the link and each wait for a peer. With `delta` n, messages say what changed,
-    and at least each n-th sync is full: such ones go through the hosts' memory; memory that is written directly
-    ignores it. `transport` asks for one of `TRANSPORTS`; a link whose ranks cannot all use it does not open. With
-    `direct` false, weights come as messages, be it by NCCL, whatever the ranks have in common. `warn` is told of ranks
-    on GPUs whose weights cannot go by NCCL.
+    `timeout` is the seconds for opening the link, and for each wait for a peer. With `delta` n, messages have what
+    changed, and at least each n-th sync is full; these messages go through the hosts' memory. Directly written memory
+    ignores `delta`. `transport` asks for one of `TRANSPORTS`; a link whose ranks cannot all use it does not open. With
+    `direct` false, weights come as messages, also by NCCL, whatever the ranks can use. `warn` is called if ranks on
+    GPUs cannot use NCCL.
     """
 
     channel: str
@@ -81,8 +81,8 @@ class ReplicaLink:
     def open(
         self, side: Side, rank: int = 0, memory: WritableMemory | None = None, device: torch.device | str = "cpu"
     ) -> Transport:
-        """Join as one rank of one side; blocks until all ranks of both have. `memory` is where a destination's arena
-        lies, which must be there already; a source gives none. `device` is where the rank has its weights.
+        """Join as one rank of one side; blocks until all ranks of both sides have joined. `memory` is that of a
+        destination's buffers, which must exist already; a source gives none. `device` has the rank's weights.
         """
         names = [f"source rank {number}" for number in range(self.sources)]
         names += [f"destination rank {number}" for number in range(self.destinations)]
@@ -102,19 +102,19 @@ class ReplicaLink:
             group = NcclGroup(connection, self.store, device)
             return MessageTransport(connection, NcclCarrier(connection, group, self.store))
         if kind != "messages":
-            # Also on a receiver, which opens nothing: both ends then close in the same way.
+            # Also on a receiver, which opens nothing, so that both sides close in the same way.
             mapped = OpenedMemory(self.timeout) if kind == "cuda_ipc" else MappedMemory()
             return OneSidedTransport(connection, memory, mapped)
         return DeltaTransport(connection, self.delta) if self.delta else MessageTransport(connection)
 
 
 class RankFacts(NamedTuple):
-    """What a rank of a link has, as numbers that are equal on two ranks or not.
+    """What a rank of a link can use, as numbers.
 
-    `host`: of ranks that see one shared memory. `devices`: of ranks that see the same GPUs under the same numbers.
-    `can`: the `MEMORY_KINDS`, as bits, that a destination's memory is of, or a source can write from where its weights
-    are. `gpu`: the one that its weights are on, as NCCL tells GPUs apart; 0 on a CPU. `nccl`: the version of NCCL here;
-    0 without.
+    `host` is equal on ranks that see the same shared memory. `devices` is equal on ranks that see the same GPUs with
+    the same indices. `can` has a bit for each of the `MEMORY_KINDS` that a destination's memory is of, or that a source
+    can write to from the device of its weights. `gpu` identifies the GPU of its weights, as NCCL does; 0 on a CPU.
+    `nccl` is the version of NCCL here; 0 without.
     """
 
     host: int
@@ -125,7 +125,7 @@ class RankFacts(NamedTuple):
 
     @staticmethod
     def here(side: Side, memory: WritableMemory | None, device: torch.device, direct: bool = True) -> "RankFacts":
-        """Of this rank; `memory` is a destination's."""
+        """The facts of this rank; `memory` is a destination's."""
         if side == "destination":
             can: Sequence[MemoryKind] = (memory.kind,) if memory is not None and memory.shared else ()
         else:
@@ -134,13 +134,13 @@ class RankFacts(NamedTuple):
         bits = sum(1 << MEMORY_KINDS.index(kind) for kind in can) if direct else 0
         if device.type != "cuda":
             return RankFacts(_host(), devices, bits, 0, 0)
-        # NCCL tells hosts apart by this name, if it is given: it refuses two ranks on one GPU of one host.
+        # NCCL refuses two ranks on one GPU of one host, and distinguishes hosts by this name, if it is set.
         card = f"{os.environ.get('NCCL_HOSTID', '')} {torch.cuda.get_device_properties(device).uuid}"
         return RankFacts(_host(), devices, bits, _number(card), nccl_version())
 
 
 def nccl_version() -> int:
-    """As one number; 0 if torch is built without NCCL."""
+    """The version as one number; 0 if torch is built without NCCL."""
     if not is_nccl_available():
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
@@ -148,8 +148,8 @@ def nccl_version() -> int:
 
 
 class Choice(NamedTuple):
-    """A transport; and, if a better or the only one cannot be, the first rank (`culprit`) that keeps the ranks from the
-    last one tried, why, and the other rank that it does not go with."""
+    """A transport. If others had to be refused: the first rank (`culprit`) that cannot use the last one refused, why,
+    and the `other` rank that it conflicts with."""
 
     transport: Transported | None
     culprit: int = 0
@@ -173,10 +173,10 @@ _LACKS = {
 
 
 def choose_transport(ranks: Sequence[RankFacts], asked: TransportChoice, delta: int = 0) -> Choice:
-    """How weights go between these ranks; None if they cannot go as asked. Pure.
+    """The transport between these ranks; None if they cannot use the one that was asked for. Pure.
 
-    Written directly if all ranks can; else by NCCL between GPUs that are all different, unless deltas are wanted; else
-    as messages through the hosts' memory.
+    Direct writes if all ranks can; else NCCL if all GPUs are different, unless deltas are wanted; else messages through
+    the hosts' memory.
     """
     refused = Choice(None)
     for kind in TRANSPORTED if asked == "auto" else (asked,):
@@ -198,7 +198,7 @@ def _why_no_memory(ranks: Sequence[RankFacts], kind: MemoryKind) -> Choice | Non
             return Choice(None, place, _OTHER_HOST)
         if not rank.can >> bit & 1:
             return Choice(None, place, _LACKS_MEMORY)
-        # A block of a GPU is named by the GPU's number: both sides must count alike.
+        # A GPU's block is named by the GPU's index: both sides must see the same indices.
         if kind == "cuda_ipc" and rank.devices != first.devices:
             return Choice(None, place, _OTHER_GPUS)
     return None
@@ -222,9 +222,9 @@ def _why_no_nccl(ranks: Sequence[RankFacts]) -> Choice | None:
 def agree_on_transport(
     connection: Connection, own: RankFacts, asked: TransportChoice, delta: int, warn: Callable[[str], object]
 ) -> Transported:
-    """The transport of a link, equal on all its ranks, which call this with the same `asked` and `delta`.
+    """The transport of a link, equal on all its ranks. All must call this with the same `asked` and `delta`.
 
-    Raises TransportError on all of them if one cannot use the transport that is asked for.
+    Raises TransportError on all of them if one cannot use the transport that was asked for.
     """
 
     def answer(said: Sequence[Tensor]) -> Tensor:
@@ -247,15 +247,15 @@ def agree_on_transport(
 
 
 def _host() -> int:
-    """Equal for processes that see the same shared memory: of one boot, and with one `/dev/shm` mounted."""
+    """A number that is equal in processes that see the same shared memory: same boot, and same `/dev/shm` mounted."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return _number(f"{boot}\n{os.stat(SHM).st_dev}")
     except OSError:
-        # Without these facts no other process is known to share memory with this one.
+        # Without these facts, assume that no other process shares memory with this one.
         return _number(f"alone\n{os.getpid()}\n{os.urandom(8).hex()}")
 
 
 def _number(facts: str) -> int:
-    """Equal for equal texts, and not 0."""
+    """A hash of a text, never 0."""
     return int.from_bytes(hashlib.blake2b(facts.encode(), digest_size=7).digest(), "little") | 1

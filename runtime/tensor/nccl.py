@@ -1,19 +1,19 @@
-"""Buckets between GPUs over NCCL: a communicator for each link, beside the link's connection over gloo, which has what
-is short and lies on the host.
+"""Buckets between GPUs over NCCL: a communicator for each link, beside the link's gloo connection, which has the short
+messages in host memory.
 
-NCCL carries calls out in the order in which a rank makes them, buffers nothing, and knows neither tags nor deadlines.
-So a round of a sync (`send_recv`) is one group call, whose messages end together, and each link has one communicator of
-all its ranks: single sends would make one more for each pair, and a kernel for each message. Both sides agree by gloo
-that they mean one sync before any of its buckets is begun. Buckets are large and lie on the GPU, where packing costs
-little; a call costs a launch on each rank.
+NCCL executes calls in the order in which a rank makes them, buffers nothing, and has neither tags nor deadlines. So a
+round of a sync (`send_recv`) is one group call, whose messages end together. Each link has one communicator of all its
+ranks: single sends would create one more for each pair, and a kernel for each message. Both sides agree by gloo on the
+sync before they begin any of its buckets. Buckets are large and lie on the GPU, where packing costs little; a call
+costs a launch on each rank.
 
-Every wait has a deadline, also those for NCCL itself, which stops the calling thread while pairs of ranks first
-connect: it is called in a thread of its own. A rank that gives a link up says so in the link's store, where those that
-wait for it look twice a second; after that, or past a deadline, the communicator is aborted.
+Every wait has a deadline, also those for NCCL itself, which blocks the calling thread while pairs of ranks first
+connect: it is called in its own thread. A rank that gives up a link notes that in the link's store, where ranks that
+wait for it look twice a second; then, or after a deadline, they abort the communicator.
 
-A call that waits for its peer holds a part of the GPU, and the ranks of a trainer may begin the calls of several links,
-and of their own collectives, in different orders. Nothing that computes waits for a link, so all of them end if they
-fit on the GPU at once: the calls of a link take few of its processors, and are not queued behind others.
+A call that waits for its peer occupies a part of the GPU, and the ranks of a trainer may begin the calls of several
+links, and their own collectives, in different orders. No computation waits for a link, so all calls end if they fit on
+the GPU at once: the calls of a link take few of its multiprocessors, and are not queued behind others.
 """
 
 import threading
@@ -37,36 +37,37 @@ from penstock.runtime.tensor.streams import current_stream, on_device, on_stream
 T = TypeVar("T")
 Verb = Literal["send", "receive"]
 
-# One round is packed while another is sent. A copy on the card costs as much time as a message that is below `large`.
+# One round is packed while another is sent. Up to `large` bytes, a copy on the GPU costs no more than a message.
 NCCL_SIZES = BucketSizes(large=4 << 20, full=nccl_round(1 << 60, 1), slots=2)
 _LOOK_S, _ABORT_S = 0.5, 5.0
-# Processors of a GPU that the calls of a link take, of a hundred or more. At NCCL's usual rates (not measured here)
-# they send more than a network card takes.
+# Multiprocessors of a GPU that the calls of a link take, of a hundred or more. At NCCL's usual rates (not measured
+# here) they send faster than a network card.
 _PROCESSORS = 8
 _GONE = "given up by"
 
-# Stops until a group call is over or aborted: without a deadline, and without the interpreter's lock.
+# Blocks until a group call is over or aborted: without a deadline, and without the interpreter's lock.
 UntilOver = Callable[[], object]
 
 
 class DeviceGroup(Protocol):
-    """A communicator: what the ranks of a link call in one order, and nothing of which is buffered. `device` is where
-    all buffers lie."""
+    """A communicator: the ranks of a link make the same calls in the same order, and nothing is buffered. All buffers
+    lie on `device`."""
 
     device: torch.device
 
     def call(self, verb: Verb, messages: Sequence[tuple[int, Tensor]]) -> UntilOver:
-        """Begin to send, or receive, a buffer to or from each of these peers, as one. RuntimeError if it fails."""
+        """Begin to send, or receive, a buffer to or from each of these peers, in one group call. RuntimeError if it
+        fails."""
 
     def fault(self) -> str:
-        """What has gone wrong since it was opened; "" for nothing."""
+        """An error since it was opened; "" for none."""
 
     def abort(self) -> None:
-        """End all calls, here; from any thread. May be repeated."""
+        """End all calls on this rank. From any thread; may be repeated."""
 
 
 class NcclCarrier:
-    """The buckets of a link by group calls; a `Carrier`. `store` is one that the link's ranks share."""
+    """A `Carrier` that sends the buckets of a link by group calls. The link's ranks share `store`."""
 
     def __init__(self, connection: Connection, group: DeviceGroup, store: Store) -> None:
         self.device = group.device
@@ -77,8 +78,8 @@ class NcclCarrier:
         self._closed = self._aborted = False
 
     def room(self, loads: Mapping[int, int]) -> dict[int, int]:
-        """A round with all peers has so many bytes, and each peer the part of them that it has of the whole: so all are
-        through after as many rounds, and what is staged does not grow with their number."""
+        """The bytes of a round for each peer: proportional to its share of all bytes. So all peers end after the same
+        number of rounds, and the staging buffers do not grow with the number of peers."""
         total = sum(loads.values())
         most = min(self.sizes.full, nccl_round(total, len(loads)))
         return {peer: -(-nbytes * most // total) for peer, nbytes in loads.items()}
@@ -97,16 +98,16 @@ class NcclCarrier:
             self.abort()
 
     def abort(self) -> None:
-        """End what is on its way. NCCL may not return from that, either."""
+        """End calls in flight. With a deadline, since even NCCL's abort may not return."""
         self._aborted = True
         with suppress(RuntimeError):
             in_time(_ABORT_S, self._group.abort)
 
     def look(self, peers: Iterable[int]) -> None:
-        """Raise RuntimeError if calls to or from these peers will not end well, or have not."""
+        """Raise RuntimeError if calls to or from these peers have failed, or will."""
         if fault := self._group.fault():
             raise RuntimeError(fault)
-        if self._aborted:  # such calls end as if they had come to their end
+        if self._aborted:  # aborted calls return as if they had succeeded
             raise RuntimeError("the link was given up here")
         for peer in peers:
             if self._store.check([f"{_GONE} {peer}"]):
@@ -119,7 +120,7 @@ class NcclCarrier:
         stream = current_stream(self.device)
 
         def begin() -> UntilOver:
-            # NCCL begins behind this stream: in the one that packs, not in the new thread's.
+            # NCCL's call comes after the work in the current stream: that must be the packing stream, also here.
             with on_stream(stream, self.device):
                 return self._group.call(verb, buffers)
 
@@ -129,7 +130,7 @@ class NcclCarrier:
 
 
 class _GroupCall:
-    """A round that has begun; `Begun`."""
+    """A round that has begun; a `Begun`."""
 
     until_over: UntilOver
 
@@ -137,14 +138,14 @@ class _GroupCall:
         self._carrier, self._peers, self._what = carrier, peers, what
 
     def wait(self) -> None:
-        # The host waits: what the current stream is given from now on comes after the call.
+        # The host waits, so that all later work in the current stream comes after the call.
         with self.naming() as seconds:
             in_time(seconds, self.until_over, lambda: self._carrier.look(self._peers))
             self._carrier.look(())
 
     @contextmanager
     def naming(self) -> Iterator[float]:
-        """For the seconds that a wait may take. An error names the peers, and ends what is on its way."""
+        """Yields the seconds that a wait may take. An error names the peers, and aborts calls in flight."""
         try:
             with self._carrier._connection.naming(self._peers, self._what):
                 yield self._carrier._connection.timeout
@@ -154,9 +155,9 @@ class _GroupCall:
 
 
 class NcclGroup:
-    """torch's NCCL, for the ranks of one link, each with another GPU.
+    """A communicator of torch's NCCL for the ranks of one link, each with a different GPU.
 
-    Blocks until all ranks have come, `timeout` seconds at most. Raises TransportError.
+    Opening blocks until all ranks have come, at most `timeout` seconds. Raises TransportError.
     """
 
     def __init__(self, connection: Connection, store: Store, device: torch.device) -> None:
@@ -168,7 +169,7 @@ class NcclGroup:
             self._group, self._backend = in_time(
                 seconds, lambda: _opened(PrefixStore("nccl", store), rank, size, self.device)
             )
-            self._calls = streams_of(self.device).Stream(self.device)  # in which nothing is done but waiting for calls
+            self._calls = streams_of(self.device).Stream(self.device)  # only waits for calls
         except RuntimeError as error:
             text = f"NCCL between {size} ranks, here on {self.device}, did not open: {first_line(error)}"
             raise TransportError(f"{connection.channel}: {connection.names[rank]}: {text}") from error
@@ -178,11 +179,11 @@ class NcclGroup:
         for peer, buffer in messages:
             (self._group.send if verb == "send" else self._group.recv)([buffer], peer, 0)
         work = self._group._end_coalescing(self.device)
-        # torch's own answer whether it is over would hold the interpreter's lock, also while another thread aborts the
-        # communicator: this process would fall silent. So an event of ours is put behind it.
+        # torch's own test for completion holds the interpreter's lock, also while another thread aborts the
+        # communicator: this process would then send no heartbeats. So wait for an event of ours after the call.
         over = streams_of(self.device).Event(blocking=True)
         with on_stream(self._calls, self.device):
-            work.wait()  # of this stream, and not of the host
+            work.wait()  # this stream waits, not the host
             over.record(self._calls)
         until_over: UntilOver = over.synchronize
         return until_over
@@ -196,12 +197,12 @@ class NcclGroup:
 
 
 def _opened(rendezvous: Store, rank: int, size: int, device: torch.device) -> tuple[Any, Any]:
-    """A process group of torch's without the global world, bound to `device`, and its backend. `prepare_nccl` has been
-    called."""
+    """A process group of torch's outside the global world, bound to `device`, and its backend. Call `prepare_nccl`
+    before."""
     from torch.distributed import ProcessGroupNCCL  # absent from CPU builds
 
     options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # Deadlines are kept here: torch's watchdog would end the process at them.
+    # This file enforces deadlines; torch's watchdog would end the process.
     options._timeout = timedelta(days=1)
     options.config.max_ctas = _PROCESSORS
     with on_device(device):
@@ -210,14 +211,14 @@ def _opened(rendezvous: Store, rank: int, size: int, device: torch.device) -> tu
         group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
         group.bound_device_id = device
-        # The communicator of all ranks, now: what is sent alone would otherwise get one for each pair.
+        # Create the communicator of all ranks now: otherwise single sends would create one for each pair.
         backend.eager_connect_single_device(device)
     return group, backend
 
 
 def in_time(seconds: float, work: Callable[[], T], look: Callable[[], object] = lambda: None) -> T:
-    """The result of `work`, which runs in a thread of its own: it may stop there for ever. `look` is called now and
-    then meanwhile. RuntimeError past `seconds`, or what `work` or `look` raises.
+    """Run `work` in its own thread, where it may block forever, and return its result. Call `look` regularly meanwhile.
+    Raises RuntimeError after `seconds`, or what `work` or `look` raises.
     """
     found: SimpleQueue[T | BaseException] = SimpleQueue()
 

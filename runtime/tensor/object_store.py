@@ -1,13 +1,13 @@
 """Values in shared memory: their maker puts them into its `ObjectStore`, readers get copies by an `ObjectReader`, and
 the maker frees them.
 
-A block is [prefix][JSON of `codec.encode`][tensors], every tensor on a multiple of 64 bytes. The prefix repeats
-the serial number that its reference carries, so that a reference that outlived its block does not read another value,
-and has a checksum of the JSON.
-A store belongs to one thread, a reader too. A reader on another host gets the same bytes over the network.
+A block is [prefix][JSON of `codec.encode`][tensors], every tensor on a multiple of 64 bytes. The prefix repeats the
+serial number of its reference, so that a reference that outlived its block does not read another value; it also has a
+checksum of the JSON. A store belongs to one thread, and so does a reader. A reader on another host gets the same bytes
+over the network.
 
-A reader may want some rows of a batch (`ObjectRows`). So long texts are tensors of bytes, and what has one number a row
-comes first, with what the value's class derives from its rows (`Batchable.derived`).
+A reader may want only some rows of a batch (`ObjectRows`). So long texts are stored as tensors of bytes. Columns with
+one number per row, and those that the value's class derives from its rows (`Batchable.derived`), come first.
 """
 
 import ctypes
@@ -46,19 +46,19 @@ _PREFIX = struct.Struct("<4sIQQI")  # magic, bytes of JSON, serial number, bytes
 _MAGIC = b"PSTK"
 _ALIGN = 64
 _LARGEST_STEP = 256 << 20
-# Bytes that are read first of a batch of which rows are wanted: most facts are shorter, with a number for each row.
+# Bytes of a batch that `ObjectRows` reads first: mostly enough for the facts and the columns with a number per row.
 _HEAD = 4 << 10
-# Bytes of JSON above which a tuple is not among the facts.
+# Bytes of JSON above which a tuple is stored as a tensor, not in the facts.
 _LONG_TEXT = 512
 _JSON = json.JSONEncoder(separators=(",", ":"))  # made once: json.dumps makes one per call
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-Range = tuple[int, int]  # the first of some bytes, and how many they are
+Range = tuple[int, int]  # first byte, and number of bytes
 
 
 class Usage(NamedTuple):
-    """Blocks and bytes now in use, segments and their bytes in all, and puts so far."""
+    """Blocks and bytes now in use, segments and their total bytes, and the number of puts so far."""
 
     blocks: int
     block_bytes: int
@@ -68,13 +68,13 @@ class Usage(NamedTuple):
 
 
 class FreeList:
-    """Offsets into `size` bytes. Both calls are linear in the number of free pieces."""
+    """Allocates ranges of `size` bytes. Both calls are linear in the number of free pieces."""
 
     def __init__(self, size: int) -> None:
         self._free: list[tuple[int, int]] = [(0, size)]
 
     def take(self, nbytes: int) -> int | None:
-        """The offset of `nbytes` (> 0) now in use; None if no free piece is as long."""
+        """Allocate `nbytes` (> 0), and return their offset; None if no free piece is long enough."""
         for index, (offset, length) in enumerate(self._free):
             if length > nbytes:
                 self._free[index] = (offset + nbytes, length - nbytes)
@@ -85,7 +85,7 @@ class FreeList:
         return None
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Give back exactly what `take` gave."""
+        """Free a range exactly as `take` gave it."""
         free = self._free
         index = bisect_left(free, (offset, 0))
         end = offset + nbytes
@@ -99,14 +99,14 @@ class FreeList:
 
 @dataclass(frozen=True, slots=True)
 class _Home:
-    """A segment of ours, the address of its first byte, and what of it is in use."""
+    """A segment of ours, the address of its first byte, and its free ranges."""
 
     segment: ShmSegment
     address: int
     blocks: FreeList
 
 
-# Segments of one store at most; each is twice as large as the one before, up to a bound.
+# Most segments of one store; each is twice as large as the one before, up to a limit.
 _SEGMENTS = 1_000_000
 
 
@@ -118,11 +118,10 @@ def life_of(handle: ObjectRef) -> int:
 class ObjectStore:
     """The values that one process offers to others, until it frees them or closes.
 
-    Memory is taken a segment at a time, each at least as large as the one before, and never given back before
-    `close`. A segment goes to the first of `folders` with room for it: a second one, on disk, serves where
-    `/dev/shm` is small, and `warn` is told so once, with the numbers. `host` and `endpoint` go into the handles: where
-    the owner is, and where it answers others. Of one owner there may be a store in each `life`: what the former ones
-    left may still be read.
+    Memory is allocated in segments, each at least as large as the one before, and never freed before `close`. A segment
+    goes to the first of `folders` with room for it: a second one, on disk, is used if `/dev/shm` is small; then `warn`
+    is called once, with the numbers. `host` and `endpoint` go into the handles: where the owner is, and where it
+    answers others. An owner may have a store in each `life`: values of its earlier ones may still be read.
     """
 
     def __init__(
@@ -145,14 +144,14 @@ class ObjectStore:
         self._homes: dict[str, _Home] = {}
         self._live: dict[tuple[str, int], ObjectRef] = {}
         self._puts = 0
-        self._first_serial = secrets.randbits(48)  # so that a store of the same name, made anew, repeats none
+        self._first_serial = secrets.randbits(48)  # random, so that a later store of the same name repeats none
         self._next_bytes = segment_bytes
         self._grow(segment_bytes)
 
     def put(self, value: object) -> ObjectRef:
-        """Copy `value` (see `codec`) into a block."""
+        """Copy `value` (see `codec`) into a block, and return its reference."""
         tensors, facts = _laid_out(value)
-        # First the facts, so that a reader knows where the tensors lie before it looks at them.
+        # The facts come first: they tell a reader where the tensors lie.
         header = _JSON.encode(facts).encode()
         offsets, nbytes = _places(_PREFIX.size + len(header), [t.nbytes for t in tensors])
         home, start = self._take(nbytes)
@@ -167,13 +166,13 @@ class ObjectStore:
         return handle
 
     def free(self, handle: ObjectRef) -> None:
-        """Take the block back; a reader that comes late gets an error, not another value."""
+        """Free the block. A reader that comes too late gets an error, not another value."""
         if self._live.get((handle.segment, handle.offset)) != handle:
             raise ObjectRefError(f"free: {handle} is not in use in the store of {self.owner} (freed twice?)")
-        # From here on a second free is an error, not the end of another value.
+        # From here on a second free is an error, and cannot free another value.
         del self._live[handle.segment, handle.offset]
         home = self._homes[handle.segment]
-        # Without its serial number no reader takes what is left here for the value.
+        # Without the serial number no reader takes the remaining bytes for the value.
         home.segment.view[handle.offset : handle.offset + _PREFIX.size] = bytes(_PREFIX.size)
         home.blocks.give(handle.offset, handle.nbytes)
 
@@ -183,7 +182,7 @@ class ObjectStore:
         return Usage(len(self._live), used, len(self._homes), size, self._puts)
 
     def close(self) -> None:
-        """Unlink the segments; values not freed are lost to readers that have not mapped them. May be repeated."""
+        """Unlink the segments. Readers that have not mapped them cannot read their values any more. May be repeated."""
         for home in self._homes.values():
             home.segment.unlink()
             home.segment.close()
@@ -207,7 +206,7 @@ class ObjectStore:
             self._fallen_back = True
             lacks = f"no room for {size} bytes of samples in {self._folders[0]} ({room(self._folders[0])})"
             self._warn(f"{self.owner}: {lacks}; they lie in {segment.path.parent} where it is full, which is slower")
-        # Each twice as large: a run with large values soon needs no new ones, which take long to make.
+        # Each is twice as large: a run with large values soon needs no new segments, which are slow to create.
         self._next_bytes = min(2 * size, _LARGEST_STEP)
         address = ctypes.addressof(ctypes.c_char.from_buffer(segment.view))
         self._homes[segment.name] = _Home(segment, address, FreeList(size))
@@ -216,8 +215,8 @@ class ObjectStore:
 class ObjectReader:
     """Copies values out of the stores of one run; maps each segment of this host once.
 
-    `far` gets ranges of bytes (start, length) of the block of a handle whose host is not `host`. `copied` are the bytes
-    of values that were copied here, from whichever host.
+    `far` gets ranges of bytes (start, length) of the block of a handle whose host is not `host`. `copied` is the number
+    of bytes of values that were copied here, from any host.
     """
 
     def __init__(
@@ -235,7 +234,7 @@ class ObjectReader:
         self.copied = 0
 
     def get(self, handle: ObjectRef, cls: type[T]) -> T:
-        """A copy of the value as an instance of `cls`, the edge's type: the block may be freed at once."""
+        """A copy of the value as an instance of `cls`, the edge's type. The block may be freed right after."""
         (block,) = self.ranges(handle, [(0, handle.nbytes)])
         _check_prefix(handle, block, 0)
         with _damaged(handle):
@@ -243,12 +242,12 @@ class ObjectReader:
             return decode(cls, *_fields_of(_tensors(block, meta), meta))
 
     def rows(self, handle: ObjectRef, cls: type[Batchable]) -> "ObjectRows":
-        """The columns of a batch, an instance of `cls`, of which nothing is read but what says where they are. They can
-        be read until the block is freed."""
+        """The columns of a batch, an instance of `cls`. Only the facts about them are read now; the columns can be read
+        until the block is freed."""
         return ObjectRows(handle, cls, partial(self.ranges, handle))
 
     def ranges(self, handle: ObjectRef, wanted: Sequence[Range]) -> list[bytearray]:
-        """Copies of so many bytes of a block, from each start."""
+        """Copies of these ranges (start, length) of a block."""
         self.copied += sum(length for _, length in wanted)
         if handle.host == self._host:
             return [self.part(handle, start, length) for start, length in wanted]
@@ -257,7 +256,7 @@ class ObjectReader:
         return self._far(handle, wanted)
 
     def part(self, handle: ObjectRef, start: int, length: int) -> bytearray:
-        """A copy of so many bytes of a block of this host, beginning with byte `start` of it."""
+        """A copy of `length` bytes of a block of this host, from its byte `start` on."""
         segment = self._segment(handle)
         first, end = handle.offset, handle.offset + handle.nbytes
         if not (0 <= first <= end - _PREFIX.size and end <= segment.size):
@@ -266,9 +265,9 @@ class ObjectReader:
             raise ObjectRefError(
                 f"{handle}: given bytes {start} to {start + length}, needed some of its {handle.nbytes}"
             )
-        # One copy in one go: the owner may free the block at any moment.
+        # A single copy: the owner may free the block at any moment.
         copied = bytearray(segment.view[first + start : first + start + length])
-        # Looked at after copying: a block that was freed meanwhile, whatever is in it now, has lost its number.
+        # Check after the copy: a block that was freed meanwhile has lost its serial number.
         _check_prefix(handle, segment.view, first)
         return copied
 
@@ -280,7 +279,7 @@ class ObjectReader:
     def _segment(self, handle: ObjectRef) -> ShmSegment:
         segment = self._segments.get(handle.segment)
         if segment is None:
-            # A reference is a peer's word: it must not open what belongs to another run.
+            # A reference comes from a peer: it must not open segments of another run.
             if not handle.segment.startswith(self._prefix):
                 raise ObjectRefError(f"{handle}: not a segment of this run ({self._prefix}…)")
             try:
@@ -292,9 +291,9 @@ class ObjectReader:
 
 
 class ObjectRows:
-    """The columns of a batch that lies in a block: `columns` by name (None for one that is None), each of `count` rows.
+    """The columns of a batch in a block: `columns` by name (None for a column that is None), each of `count` rows.
 
-    Raises ObjectRefError for a block that is damaged, or no batch of the class.
+    Raises ObjectRefError for a block that is damaged, or is no batch of the class.
     """
 
     def __init__(
@@ -329,7 +328,7 @@ class ObjectRows:
                 raise ValueError(f"given columns of {sorted(set(counts))} rows, needed {self.count}")
 
     def bytes_at(self, wanted: Sequence[Range]) -> list[bytearray]:
-        """Bytes of the block, of which the first ones are here already."""
+        """Ranges of the block. Those in its head are here already."""
         lacking = [(start, length) for start, length in wanted if start + length > len(self._head)]
         found = dict(zip(lacking, self._read(lacking), strict=True)) if lacking else {}
         return [found.get((start, length)) or self._head[start : start + length] for start, length in wanted]
@@ -337,7 +336,7 @@ class ObjectRows:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A tensor of a block."""
+    """A column that is a tensor of a block."""
 
     block: ObjectRows
     offset: int
@@ -352,7 +351,7 @@ class _Rows:
         nbytes = _count(self.widths) * self.dtype.itemsize
         if not rows or not nbytes:
             return torch.empty((len(rows), *self.widths), dtype=self.dtype)
-        # Neighbours in one go.
+        # Read runs of neighbouring rows at once.
         runs: list[list[int]] = []
         for row in rows:
             if runs and row == runs[-1][-1] + 1:
@@ -366,7 +365,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Texts:
-    """A tuple of a block, which is read as a whole."""
+    """A column that is a tuple, stored as JSON in a tensor. It is read as a whole."""
 
     block: ObjectRows
     offset: int
@@ -383,8 +382,8 @@ class _Texts:
 
 
 def _laid_out(value: object) -> tuple[list[Tensor], dict[str, Any]]:
-    """The tensors of a value in the order of a block, and the facts that say what they are: those of `encode`; which
-    tensors hold `texts`, JSON that is long; which ones its class has `derived`; and its rows, if it is a batch."""
+    """The tensors of a value in the order of a block, and the facts about them: those of `encode`; which tensors are
+    `texts`, long JSON; which ones its class has `derived`; and the number of its rows, if it is a batch."""
     tensors, facts = encode(value)
     named = {entry[0]: tensor for entry, tensor in zip(facts["tensors"], tensors, strict=True)}
     facts |= {"texts": [], "derived": []}
@@ -401,14 +400,14 @@ def _laid_out(value: object) -> tuple[list[Tensor], dict[str, Any]]:
             del facts["plain"][name]
             facts["texts"].append(name)
             named[name] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    # Of those with a number for each row readers want all, which is one read with the facts.
+    # Tensors with one number per row first: readers want all of these, and get them in one read with the facts.
     order = sorted(named, key=lambda name: named[name].dim() != 1 or name in facts["texts"])
     facts["tensors"] = [(name, NAMES[named[name].dtype], tuple(named[name].shape)) for name in order]
     return [named[name] for name in order], facts
 
 
 def _fields_of(tensors: Sequence[Tensor], meta: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
-    """What `decode` takes, of what `_laid_out` has made."""
+    """The arguments of `decode`, from what `_laid_out` has made."""
     plain = {name: value for name, value in meta["plain"].items() if name not in meta["derived"]}
     kept = []
     for entry, tensor in zip(meta["tensors"], tensors, strict=True):
@@ -422,20 +421,20 @@ def _fields_of(tensors: Sequence[Tensor], meta: dict[str, Any]) -> tuple[list[Te
 
 @contextmanager
 def _damaged(handle: ObjectRef) -> Iterator[None]:
-    """Errors of the decoders name the value."""
+    """Turn errors of the decoders into ObjectRefErrors, which name the value."""
     try:
         yield
     except ObjectRefError:
         raise
     except CodecError as error:
         raise ObjectRefError(f"{handle}: {error}") from error
-    # All that bytes of another host can do to the decoders of JSON (RecursionError) and of tensors.
+    # All errors that bytes of another host can cause in the decoders of JSON (RecursionError) and of tensors.
     except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RuntimeError) as error:
         raise ObjectRefError(f"{handle}: the block is damaged ({error!r:.200})") from error
 
 
 def _places(header_end: int, sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where in a block tensors of these sizes go, and the block's size."""
+    """The offsets in a block of tensors of these sizes, and the block's size."""
     offsets, end = [], -(-header_end // _ALIGN) * _ALIGN
     for nbytes in sizes:
         offsets.append(end)
@@ -456,7 +455,7 @@ def _header_end(block: bytearray) -> int:
 
 
 def _facts(block: bytearray) -> dict[str, Any]:
-    """The JSON of a block. Raises ValueError where it is not what was put: other sizes may fill as many bytes."""
+    """The JSON of a block. Raises ValueError if it was changed: damaged sizes could still fill the same bytes."""
     found = bytes(block[_PREFIX.size : _header_end(block)])
     if crc32(found) != _PREFIX.unpack_from(block)[4]:
         raise ValueError("its facts do not have their checksum")
@@ -464,7 +463,7 @@ def _facts(block: bytearray) -> dict[str, Any]:
 
 
 def _tensors(block: bytearray, meta: dict[str, Any]) -> list[Tensor]:
-    """Views of `block`, after checking that they lie in it."""
+    """The tensors as views of `block`, after a check that they lie in it."""
     return [
         torch.frombuffer(block, dtype=dtype, count=count, offset=offset).view(shape)
         if (count := _count(shape))
@@ -476,8 +475,8 @@ def _tensors(block: bytearray, meta: dict[str, Any]) -> list[Tensor]:
 def _tensor_places(
     meta: dict[str, Any], header_end: int, nbytes: int
 ) -> list[tuple[str, torch.dtype, tuple[int, ...], int]]:
-    """Name, dtype, shape and first byte of each tensor of a block of so many bytes. Raises ValueError unless they fill
-    it: sizes that were damaged would give views of other bytes."""
+    """Name, dtype, shape and first byte of each tensor of a block of `nbytes`. Raises ValueError unless they fill it:
+    damaged sizes would give views of other bytes."""
     sizes = [(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in meta["tensors"]]
     offsets, needed = _places(header_end, [_count(shape) * dtype.itemsize for _, dtype, shape in sizes])
     if needed != nbytes:

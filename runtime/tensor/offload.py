@@ -1,8 +1,7 @@
-"""State that nothing computes with between two updates, kept on the host while its device memory serves others.
+"""Keeps state that is not needed between two updates on the host, so that others can use its device memory.
 
-A tensor that is away is the same object with the same values: its data lie in a piece of host memory (pinned, for a
-GPU) that has room for all of them, and the memory that they had on the device is given back. Each way is in the
-background, on a GPU in a stream of its own.
+An offloaded tensor is the same object with the same values: its data lie in one host buffer for all tensors (pinned,
+for a GPU), and their device memory is freed. Each move runs in the background, on a GPU in its own stream.
 
     state.leave(tensors)  # after an update
     state.fence()         # before others take the memory: it is free
@@ -25,14 +24,14 @@ from penstock.runtime.tensor.layout import Layout
 
 
 class OffloadError(RuntimeError):
-    """A move that does not follow from those before it, that failed, or that has not ended in time. Nothing is lost."""
+    """A move that is not possible now, that failed, or that did not end in time. No data is lost."""
 
 
 class Offload:
-    """Named tensors of one device, there or on the host, and the way between the two.
+    """Named tensors of one device, either there or on the host, and the moves between the two.
 
-    They may be read at any time, and not written while they move. `where` changes when a move ends; one that fails
-    leaves all of them where they were. `moves` counts those that have ended well, `nbytes` is what the last one copied,
+    They may be read at any time, but must not be written during a move. `where` changes when a move ends; a move that
+    fails leaves all of them where they were. `moves` counts the successful moves, `nbytes` is what the last one copied,
     `waited_s` the seconds spent in `fence`.
     """
 
@@ -52,20 +51,20 @@ class Offload:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def leave(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin the way to the host, after all that the caller's stream has been given so far."""
+        """Begin the move to the host, after all work queued on the caller's stream so far."""
         self._require("device")
         self._tensors = dict(tensors)
         self._device = next((tensor.device for tensor in tensors.values()), self._device)
         self._begin()
 
     def come_back(self) -> None:
-        """Begin the way back, into memory of the device that is taken anew."""
+        """Begin the move back, into newly allocated device memory."""
         self._require("host")
         self._begin()
 
     def fence(self, timeout: float = 60.0) -> None:
-        """Wait until the move is over, if there is one. Raises `OffloadError` after `timeout` seconds, or with what
-        made it fail.
+        """Wait until the current move is over, if there is one. Raises `OffloadError` after `timeout` seconds, or if
+        the move failed.
         """
         if self._over is None:
             return
@@ -105,15 +104,15 @@ class Offload:
         in_background(f"move {self.name}", partial(self._move, callers), end)
 
     def _move(self, callers: torch.cuda.Stream | None) -> None:
-        """Copy all of them to the other side, and let them lie there."""
+        """Copy all tensors to the other side, and use them there."""
         leaving = self.where == "device"
-        with torch.cuda.stream(callers):  # whose memory it is
+        with torch.cuda.stream(callers):  # the new memory belongs to the caller's stream
             target = (
                 self._room()
                 if leaving
                 else {n: torch.empty_like(t, device=self._device) for n, t in self._tensors.items()}
             )
-        # Beside what the device computes, but not before what the caller's stream has been given.
+        # In parallel with later computation, but after the work queued on the caller's stream.
         aside: torch.cuda.Stream | None = None
         if callers is not None:
             aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -124,15 +123,15 @@ class Offload:
         if aside is not None:
             aside.synchronize()
         for name, tensor in self._tensors.items():
-            # The same object: optimizers and modules hold references to it.
+            # Keep the tensor object: optimizers and modules hold references to it.
             tensor.data = target[name]
         if leaving:
             give_back()
 
     def _room(self) -> dict[str, Tensor]:
-        """Host memory for each tensor, taken when they are first seen: pages that have been touched, or are pinned."""
+        """Host memory for each tensor, touched or pinned; allocated when the tensors are first seen."""
         layout = Layout.whole((key, tuple(t.shape), NAMES[t.dtype]) for key, t in self._tensors.items())
-        # Touched or pinned pages are slow to get, and the state rarely changes its shape.
+        # Kept: touched or pinned pages are slow to allocate, and the state rarely changes its shape.
         if layout != self._layout:
             nbytes, on_gpu = held_bytes(layout, 0), self._device.type == "cuda"
             self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if on_gpu else touched(nbytes, "cpu")
@@ -142,6 +141,6 @@ class Offload:
 
 
 def give_back() -> None:
-    """Let other processes have the memory of GPUs that nothing here uses any more."""
+    """Free the unused memory in torch's cache, so that other processes can use it."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

@@ -1,12 +1,12 @@
-"""Weights written straight into the receivers' memory on one host: `OneSidedTransport`, and the memory that it writes:
-`SharedMemory` and its view by a sender, `MappedMemory`. `cuda_ipc` has the same for a GPU's memory.
+"""Weights written directly into the receivers' memory on one host: `OneSidedTransport`, and the memory that it writes:
+`SharedMemory`, and a sender's view of it, `MappedMemory`. `cuda_ipc` has the same for a GPU's memory.
 
-A sync with one source: the receiver says which shadow buffer is free (version, shadow, copies, bytes of the map), and,
-the first time that it names this shadow, where each piece goes in it (the map: JSON). The source writes, and says that
-it has (version, copies, bytes). The receiver copies nothing.
+A sync with one source: the receiver offers a free shadow buffer (version, shadow, copies, bytes of the map); the first
+time it also sends where each piece goes in this shadow (the map, as JSON). The source writes the pieces, and reports it
+(version, copies, bytes). The receiver copies nothing.
 
-Invariant: nothing is written into a shadow that its owner has not offered or that its GPU still reads, and nothing is
-called written that a GPU has yet to write.
+Invariant: a source writes only into a shadow that its owner has offered and that the owner's GPU does not read any
+more, and it reports only what its GPU has finished writing.
 """
 
 import logging
@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 
 
 class OneSidedTransport:
-    """One rank of a link whose receivers' memory senders can write. `memory` is a receiver's own; `peers` is a
-    sender's view of all of them.
+    """One rank of a link whose senders can write the receivers' memory. `memory` is a receiver's own; `peers` is a
+    sender's view of the receivers' memory.
     """
 
     def __init__(self, connection: Connection, memory: "WritableMemory | None", peers: "PeerMemory") -> None:
@@ -50,7 +50,7 @@ class OneSidedTransport:
         self._offered: list[tuple[Shards, set[int]]] = []  # shadows by number, and the peers that have their map
 
     def send(self, version: int, copies: Sequence[Copy], shards: Shards) -> int:
-        """Write `copies` of `shards` into the peers' shadows; the bytes written. Raises TransportError."""
+        """Write `copies` of `shards` into the peers' shadows. Return the bytes written. Raises TransportError."""
         connection, by_peer = self._connection, self._connection.by_peer(copies)
         connection.sync = f"version {version}"
         total, answers = 0, []
@@ -71,19 +71,19 @@ class OneSidedTransport:
         return total
 
     def receive(self, version: int, copies: Sequence[Copy], shards: Shards) -> int:
-        """Offer `shards`, and wait until all peers have written `copies` into them; their bytes. Raises
+        """Offer `shards`, wait until all peers have written `copies` into them, and return their bytes. Raises
         TransportError, or ChecksumError if a peer sends another version or plan.
         """
         connection = self._connection
         connection.sync = f"version {version}"
         assert self._memory is not None, "a receiver's transport has its memory"
         try:
-            # A step of decoding that began before the swap may still read what is the shadow now.
+            # A decoding step that began before the swap may still read the buffer that is the shadow now.
             self._memory.wait_idle()
         except RuntimeError as error:
             raise TransportError(f"{connection.channel}: version {version}: no shadow is free: {error}") from error
         number = next((k for k, (known, _) in enumerate(self._offered) if known is shards), len(self._offered))
-        # A receiver has two shadows that take turns: each gets a number when it is first offered.
+        # A receiver's two buffers take turns as the shadow; each gets a number when it is first offered.
         if number == len(self._offered):
             self._offered.append((shards, set()))
         told = self._offered[number][1]
@@ -115,7 +115,7 @@ class OneSidedTransport:
         self._peers.close()
 
     def _accept(self, version: int, copies: int, offer: Message) -> int:
-        """The number of the shadow that a peer offers, whose map is known from now on."""
+        """The number of the shadow that a peer offers. Receives its map, if it is new."""
         connection, given, peer = self._connection, offer.wait(), offer.peer
         number, map_bytes = int(given[1]), int(given[3])
         if map_bytes:
@@ -125,7 +125,7 @@ class OneSidedTransport:
             self._places[peer, number] = [(Location(segment, offset), strides) for segment, offset, strides in rows]
         needed = torch.tensor([version, number, copies, map_bytes])
         if not torch.equal(given, needed):
-            # The receiver must see what is sent here, and fail too: otherwise it would wait for its deadline.
+            # Tell the receiver, so that it fails, too: otherwise it would wait for its deadline.
             connection.send(torch.tensor([version, 0, 0]), peer, _DONE).wait()
         connection.match(given, needed, _OFFERED, peer)
         return number
@@ -134,12 +134,12 @@ class OneSidedTransport:
         self, peer: int, number: int, own: Sequence[Copy], copies: Sequence[Copy], shards: Shards
     ) -> list[tuple[Tensor, Tensor]]:
         """Each piece with its place in the peer's shadow, as views (place, piece)."""
-        # Made once for each of our buffers and each shadow: thousands of views cost more than copying small pieces.
+        # Cached by our buffer and the shadow: to make thousands of views costs more than to copy small pieces.
         for known_copies, known_shards, known_peer, known_number, pairs in self._pairs:
             if known_copies is copies and known_shards is shards and (known_peer, known_number) == (peer, number):
                 return pairs
         places, who = self._places[peer, number], f"{self._connection.channel}: {self._connection.names[peer]}"
-        # Numbers come from another process: a short list would leave tensors as they were, unnoticed.
+        # The places come from another process: with too few of them, some tensors would not be written.
         if len(places) != len(own):
             raise TransportError(f"{who} gave {len(places)} places for {len(own)} copies")
         pieces = [shards[copy.tensor].cut(copy.region) for copy in own]
@@ -150,29 +150,28 @@ class OneSidedTransport:
             ]
         except SegmentError as error:
             raise TransportError(f"{who}: {error}") from error
-        # The oldest go first: snapshots and shadows that take turns are all among the last ones.
+        # Drop the oldest: the snapshots and shadows in use are among the last ones.
         self._pairs = [*self._pairs[1 - _KEPT :], (copies, shards, peer, number, pairs)]
         return pairs
 
 
 class Location(NamedTuple):
-    """A segment (or a block of a GPU's memory), and the byte in it."""
+    """A byte offset in a segment (or in a block of a GPU's memory)."""
 
     segment: str
     offset: int
 
 
 class WritableMemory(ABC):
-    """A receiver's memory that senders' processes write. It is called as an `Allocate`. `owner` names the rank, once in
-    a run.
+    """A receiver's memory that senders' processes write; an `Allocate`. `owner` names the rank, and is unique in a run.
 
-    Where no memory can be shared it is the process's own, `warn` is told why, `refused` says so and `shared` is false:
-    weights must then come as messages.
+    If no memory can be shared, it is the process's own: `warn` is called, `refused` says why, `shared` is false, and
+    weights must come as messages.
     """
 
     kind: MemoryKind
     fallback: str
-    """How weights come where no memory can be shared, for the warning."""
+    """How weights come if no memory can be shared, for the warning."""
 
     def __init__(self, owner: str, device: Device, warn: Callable[[str], object]) -> None:
         self._owner = owner
@@ -183,7 +182,7 @@ class WritableMemory(ABC):
 
     @property
     def shared(self) -> bool:
-        """Whether all that was asked for lies where others can write it."""
+        """True if all allocated memory can be written by others."""
         return bool(self._exported) and not self.refused
 
     def __call__(self, nbytes: int) -> Tensor:
@@ -206,15 +205,15 @@ class WritableMemory(ABC):
 
     @abstractmethod
     def _export(self, nbytes: int) -> tuple[str, Tensor]:
-        """New zeroed memory under a name. Raises SegmentError where there is none."""
+        """New zeroed memory and its name. Raises SegmentError if there is none."""
 
     @abstractmethod
     def wait_idle(self) -> None:
-        """Wait until nothing that this process has begun reads or writes it. RuntimeError past the deadline."""
+        """Wait until all reads and writes of it by this process have ended. RuntimeError past the deadline."""
 
     @abstractmethod
     def close(self) -> None:
-        """Take back the names; the memory stays for the tensors that lie in it. May be repeated."""
+        """Remove the names; the memory stays for the tensors in it. May be repeated."""
 
 
 class PeerMemory(ABC):
@@ -224,13 +223,13 @@ class PeerMemory(ABC):
         self._opened: dict[str, Tensor] = {}
 
     def view(self, place: Location, like: Tensor, strides: Sequence[int]) -> Tensor:
-        """The tensor of the dtype and shape of `like`, with these strides (in elements), that begins at `place`.
-        Raises SegmentError if that is not there.
+        """The tensor at `place` with the dtype and shape of `like`, and these strides (in elements). Raises
+        SegmentError if it is not within the segment.
         """
         if place.segment not in self._opened:
             self._opened[place.segment] = self._open(place.segment)
         buffer = self._opened[place.segment]
-        # Checked here, since a place comes from another process: `as_strided` would read and write beyond the end.
+        # A place comes from another process: unchecked, `as_strided` could read and write beyond the end.
         last = sum((n - 1) * stride for n, stride in zip(like.shape, strides, strict=True))
         end = place.offset + (last + 1) * like.dtype.itemsize
         if min(strides, default=0) < 0 or place.offset < 0 or end > buffer.nbytes:
@@ -243,7 +242,7 @@ class PeerMemory(ABC):
 
     @abstractmethod
     def write(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy into each first tensor the second; then all is there to be read. RuntimeError past the deadline."""
+        """Copy each second tensor into the first. On return the data can be read. RuntimeError past the deadline."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -269,16 +268,16 @@ class SharedMemory(WritableMemory):
         return segment.name, torch.frombuffer(segment.view, dtype=torch.uint8)
 
     def wait_idle(self) -> None:
-        """A processor's writes and reads are over when they return."""
+        """Does nothing: a CPU's reads and writes are done when they return."""
 
     def close(self) -> None:
         for segment in self._segments:
-            # The name alone: senders and readers still use the memory.
+            # Remove only the name: senders and readers still use the memory.
             segment.unlink()
 
 
 class MappedMemory(PeerMemory):
-    """Other ranks' segments of shared memory, mapped once and written into."""
+    """Other ranks' segments of shared memory, each mapped once for writing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +292,7 @@ class MappedMemory(PeerMemory):
             copy_elements(target, piece)
 
     def close(self) -> None:
-        """Unmap, once nothing refers to the views any more."""
+        """Unmap the segments that no view refers to any more."""
         self._opened.clear()
         for segment in self._segments:
             # A view that is still in use keeps its mapping until the process ends.

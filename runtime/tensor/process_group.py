@@ -1,11 +1,11 @@
 """torch's process groups, made directly, and the connections that weights use: no global world, no collective, no TCP
-store. A `Connection` sends and receives over gloo between the ranks of a link or of a replica, and names the peer at
-fault (`nccl` has what goes beside it between GPUs); `AllReduce` adds over the ranks of one replica; `open_world` makes
-torch's default group where a replica's ranks compute together, and `Pace` keeps their steps in time. `Transport` is
-what moves the copies of a plan.
+store. A `Connection` sends and receives over gloo between the ranks of a link or of a replica, and its errors name the
+peer (`nccl` adds transfers between GPUs). `AllReduce` reduces over the ranks of one replica. `open_world` makes torch's
+default group if a replica's ranks compute together, and `Pace` keeps their steps aligned. `Transport` executes the
+copies of a plan.
 
-Gloo listens at the one address that it is given. It asks a peer for no key and encrypts nothing: on one host that is
-loopback, and beyond it a network must be trusted.
+Gloo listens only at the address that it is given. It neither authenticates peers nor encrypts: on one host the address
+is loopback; between hosts the network must be trusted.
 """
 
 import os
@@ -32,7 +32,7 @@ from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.digest import ChecksumError
 from penstock.runtime.tensor.layout import Copy
 
-# The store at which the ranks of a group rendezvous, by the group's name.
+# Returns the store at which the ranks of a group rendezvous, by the group's name.
 OpenStore = Callable[[str], Store]
 Side = Literal["source", "destination"]
 HEADER = "the header"
@@ -41,32 +41,32 @@ T = TypeVar("T")
 
 
 class TransportError(RuntimeError):
-    """A peer that died, hung or is not there. It names channel, version, peer rank and tensors."""
+    """A peer died, hangs or is absent. The text names channel, version, peer rank and tensors."""
 
 
 class Receiving(Protocol):
-    """The side of a channel that receives. Used by one thread at a time; every wait has a deadline."""
+    """The receiving side of a channel. Used by one thread at a time; every wait has a deadline."""
 
     def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
-        """Write `copies` into `parts`; the bytes received. After an error what is written is undefined."""
+        """Receive `copies` into `parts`, and return the bytes received. After an error `parts` are undefined."""
 
 
 class Sending(Protocol):
-    """The side of a channel that sends. Used by one thread at a time; every wait has a deadline."""
+    """The sending side of a channel. Used by one thread at a time; every wait has a deadline."""
 
     def send(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
-        """Send `copies` out of `parts`, which must not change meanwhile; the bytes sent."""
+        """Send `copies` of `parts`, which must not change meanwhile, and return the bytes sent."""
 
 
 class Transport(Sending, Receiving, Protocol):
-    """One side of a channel to one replica, either of them."""
+    """Either side of a channel to one replica."""
 
     def close(self) -> None:
-        """Give up the connection. May be repeated."""
+        """Close the connection. May be repeated."""
 
 
 class Message:
-    """A message that has begun: its buffer must not change before `wait` has returned."""
+    """A message in flight: its buffer must not change before `wait` has returned."""
 
     def __init__(self, connection: "Connection", work: Work, buffer: Tensor, peer: int, what: str) -> None:
         self._connection = connection
@@ -76,9 +76,9 @@ class Message:
         self._what = what
 
     def wait(self) -> Tensor:
-        """Until it is sent or received; without the interpreter's lock. TransportError past the deadline.
+        """Wait until it is sent or received, without the interpreter's lock. TransportError past the deadline.
 
-        Gloo tells of a lost peer at once for messages that have not begun; one that is half way waits for the deadline.
+        Gloo reports a lost peer at once for messages that have not begun; one that is half way waits for the deadline.
         """
         with self._connection.naming(self.peer, self._what):
             self._work.wait(timedelta(seconds=self._connection.timeout))
@@ -86,11 +86,11 @@ class Message:
 
 
 class Connection:
-    """Point-to-point messages over gloo between the ranks of a link or of a replica, as one of them sees it; buffers
-    lie in the host's memory. Errors name the peer. After a fault it stays broken: open a new one.
+    """One rank's connection to the other ranks of a link or replica, for point-to-point messages over gloo. Buffers lie
+    in host memory. Errors name the peer. After a fault it stays broken: open a new one.
 
-    `names` are what the ranks are called; the first `sources` of them send weights to the others. `timeout` bounds each
-    wait, in seconds. `sync` says what the messages are for just now, for errors.
+    `names` are the names of the ranks; the first `sources` of them send weights to the others. `timeout` limits each
+    wait, in seconds. `sync` describes the current messages in errors.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class Connection:
         timeout: float = 60.0,
         address: str = LOOPBACK,
     ) -> None:
-        """Join as `rank`; blocks until all have. `store` is where they meet: no other group has used it.
+        """Join as `rank`; blocks until all have joined. They rendezvous at `store`, which no other group has used.
 
-        Gloo listens at `address`, and the others must reach it there. Raises TransportError past `timeout`, with the
-        ranks that have not come, and for ranks that do not reach each other and what this machine lacks.
+        Gloo listens at `address`, where the others must reach it. Raises TransportError past `timeout`, with the ranks
+        that have not come; for ranks that do not reach each other; and if this machine lacks the address.
         """
         self.channel = channel
         self.names = names
@@ -119,11 +119,11 @@ class Connection:
         self._group: Any = None
         began = time.monotonic()
         try:
-            # Gloo itself would say only that its store timed out: so the roll is called first.
+            # Call the roll first: gloo's own error would only say that its store timed out.
             call_roll(store, names, rank, timeout)
-            # For connecting: all have come, and what is left of the time has to do.
+            # All have come: the remaining time is for connecting.
             left = max(timeout / 4, timeout - (time.monotonic() - began))
-            # A prefix of its own: the keys of the roll call must not be taken for gloo's.
+            # With a prefix, so that the keys of the roll call are not taken for gloo's.
             self._group = _connect_gloo(PrefixStore("gloo", store), rank, len(names), left, address)
         except RuntimeError as error:
             after = f"after {time.monotonic() - began:.1f} s of {timeout} s"
@@ -131,11 +131,11 @@ class Connection:
             raise TransportError(f"{text}: {first_line(error)}") from error
 
     def close(self) -> None:
-        # With the last reference the sockets close, so that the peers learn it at once.
+        # The sockets close with the last reference, so that the peers notice at once.
         self._group = None
 
     def send(self, buffer: Tensor, peer: int, tag: int, what: str = HEADER) -> Message:
-        """Begin to send. Messages to one peer are told apart by `tag`, and of one tag by their order."""
+        """Begin to send. Messages to one peer are distinguished by `tag`, then by their order."""
         with self.naming(peer, what) as group:
             return Message(self, group.send([buffer], peer, tag), buffer, peer, what)
 
@@ -144,7 +144,7 @@ class Connection:
             return Message(self, group.recv([buffer], peer, tag), buffer, peer, what)
 
     def fold(self, own: Tensor, what: str, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-        """What `combine` makes, on rank 0, of the tensors that all ranks give: the same on each, and of `own`'s shape.
+        """Return on each rank what `combine` makes, on rank 0, of the tensors of all ranks. It has the shape of `own`.
 
         Point to point rather than a collective of gloo's, so that an error names the rank that did not answer.
         """
@@ -166,8 +166,8 @@ class Connection:
         return {peer: tuple(own) for peer, own in found.items()}
 
     def match(self, given: Tensor, needed: Tensor, fields: Sequence[str], peer: int) -> None:
-        """Raise ChecksumError unless a peer's header is the one needed: both sides must mean the same sync."""
-        # The checksums would find a stale or partial version, too, but could not say what it is.
+        """Raise ChecksumError unless a peer's header is `needed`: both sides must mean the same sync."""
+        # Checksums would also find a stale or partial version, but could not name it.
         if given.tolist() != needed.tolist():
             facts = [dict(zip(fields, header.tolist(), strict=True)) for header in (given, needed)]
             self._fault = f"{self.names[peer]} sent {facts[0]}, needed {facts[1]}"
@@ -175,9 +175,9 @@ class Connection:
 
     @contextmanager
     def naming(self, peers: int | Sequence[int], what: str) -> Iterator[Any]:
-        """The process group, whose errors say neither what was moved nor whose fault it is: in here they do.
+        """Yields the process group, and adds to its errors what was moved, `what`, and to or from which `peers`.
 
-        `peers` are those to or from whom `what` goes. Raises TransportError for a link that is broken or closed.
+        Raises TransportError for a link that is broken or closed.
         """
         # Read once: another thread may close the connection meanwhile.
         group = self._group
@@ -186,7 +186,7 @@ class Connection:
         started = time.monotonic()
         try:
             yield group
-        # A wait inside another one has named the peer already.
+        # A nested wait has named the peer already.
         except TransportError:
             raise
         except RuntimeError as error:
@@ -198,7 +198,7 @@ class Connection:
 
 
 def call_roll(store: Store, names: Sequence[str], rank: int, timeout: float) -> None:
-    """Wait until all ranks have come, so that an error can say who has not. Raises RuntimeError past `timeout`."""
+    """Wait until all ranks have come. Raises RuntimeError past `timeout`, with the names of those that have not."""
     here = [f"here/{number}" for number in range(len(names))]
     store.set(here[rank], "1")
     try:
@@ -211,12 +211,12 @@ def call_roll(store: Store, names: Sequence[str], rank: int, timeout: float) -> 
 
 
 def _connect_gloo(rendezvous: PrefixStore, rank: int, size: int, seconds: float, address: str) -> Any:
-    """Gloo itself says neither where it listens nor what a wait was for."""
+    """Open gloo's process group, with errors that say where it listens and what it waited for."""
     gloo: Any = ProcessGroupGloo  # torch's stubs lack the options
     options = gloo._Options()
     options._timeout = timedelta(seconds=seconds)
     try:
-        # The host's name would resolve to an address that others may reach: gloo is to listen at this one alone.
+        # By default gloo would listen at the address of the host's name, which others may reach.
         options._devices = [gloo.create_device(hostname=address.strip("[]"))]
     except RuntimeError as error:
         needed = "needed an address of this machine (`address` of its host in the cluster file)"
@@ -233,14 +233,14 @@ def first_line(error: BaseException) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The name of this machine's network interface that has an address, and has it first: gloo and NCCL are told an
-    interface, and take its first address. Raises TransportError where none has.
+    """The name of the network interface of this machine whose first address is `address`: gloo and NCCL are given an
+    interface, and use its first address. Raises TransportError if there is none.
     """
     wanted = ip_address(address.strip("[]"))
     if wanted.is_loopback:
         return "lo"
     found: dict[IPv4Address | IPv6Address, str] = {
-        # An IPv6 address of a link is written with its interface's name behind it.
+        # A link-local IPv6 address is followed by its interface's name.
         ip_address(one.address.partition("%")[0]): name
         for name, addresses in psutil.net_if_addrs().items()
         for one in addresses
@@ -258,24 +258,24 @@ def interface_of(address: str) -> str:
 
 
 def prepare_nccl(address: str, *, beside: bool) -> None:
-    """Have NCCL meet at the interface of an address, and leave its errors to us; `beside`: weights go by it beside a
-    node's own work. To be called before a process uses its GPU: the driver, NCCL and torch ask the environment.
+    """Set the environment so that NCCL uses the interface of an address, and its errors are left to us. `beside`:
+    weights go by NCCL while nodes compute. Call it before a process uses its GPU: the driver, NCCL and torch read the
+    environment then.
     """
     if beside:
-        # A kernel that is loaded at its first use waits for all that the card does, and with it every call of this
-        # process into the driver. What the card does may be to wait for a peer that waits in the same way: two ranks of
-        # one H200 stood still so.
+        # Loading a kernel at its first use waits for all work on the GPU, and blocks every driver call of this process.
+        # That work may be a wait for a peer that waits in the same way: two ranks on one H200 deadlocked so.
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    # Without "=" each interface whose name begins so would do.
+    # Without "=", any interface whose name begins like this one would match.
     os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"
     os.environ.update(
-        # Else torch ends a process whose peer is gone, which would then be named in the peer's place: deadlines are
-        # kept by links and by the controller.
+        # Otherwise torch ends a process whose peer is gone, and that process would be blamed. Links and the controller
+        # enforce the deadlines.
         TORCH_NCCL_ASYNC_ERROR_HANDLING="0",
-        # Without the threads that look for errors there would be none.
+        # With blocking waits, torch has no threads that look for errors.
         TORCH_NCCL_BLOCKING_WAIT="0",
-        # Else each process of the run asks the store once a second whether any group has failed; then it writes what it
-        # knows into /tmp, and is ended some minutes later.
+        # Otherwise each process asks the store every second whether any group has failed; if so, it dumps its state
+        # into /tmp, and is ended some minutes later.
         TORCH_NCCL_ENABLE_MONITORING="0",
         TORCH_NCCL_DUMP_ON_TIMEOUT="0",
         TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="0",
@@ -292,24 +292,24 @@ def open_world(
     device: str = "cpu",
     address: str = LOOPBACK,
 ) -> None:
-    """Make the default group of the ranks with these `names`, which meet at `store`; blocks until all have. It must be
-    kept. The others reach this one at `address`.
+    """Make the default group of the ranks with these `names`, which rendezvous at `store`; blocks until all have come.
+    Keep the store. The others reach this rank at `address`.
 
-    NCCL carries what lies on GPUs (see `prepare_nccl`), gloo the rest. Raises TransportError for ranks that have
-    not come within `timeout` seconds, and for ranks that have, and do not reach each other within `connecting` seconds.
-    A collective over gloo has twice the `timeout`.
+    NCCL transfers data on GPUs (see `prepare_nccl`), gloo the rest. Raises TransportError for ranks that have not come
+    within `timeout` seconds, and for ranks that have come but do not reach each other within `connecting` seconds. A
+    collective over gloo has twice the `timeout`.
     """
     backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
     store.set_timeout(timedelta(seconds=timeout))
     reach = ""
     try:
-        # torch's default group, and those that are made of its ranks, take no address: gloo asks the environment.
+        # torch's default group, and groups of its ranks, take no address: gloo reads the environment.
         os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
         call_roll(store, names, rank, timeout)
         reach = f"all have come, but do not reach each other; this one listens on {address}"
         limit = timedelta(seconds=min(timeout, connecting))
         dist.init_process_group(backend, store=store, rank=rank, world_size=len(names), timeout=limit)
-        # Who waits for a rank that hangs must not be heard first: the controller knows who has not answered.
+        # A rank that waits for one that hangs must not fail first: the controller knows which one has not answered.
         c10d._set_pg_timeout(timedelta(seconds=2 * timeout))
     except RuntimeError as error:
         text = f"{names[rank]}: the {len(names)} ranks of the replica did not meet"
@@ -317,13 +317,13 @@ def open_world(
 
 
 class Pace:
-    """When a rank takes up what it has been told: at once if it is alone, or its nodes keep step by themselves.
+    """Decides when a rank takes its orders: at once if it is alone, or if its nodes synchronise by themselves.
 
-    `together`, for ranks whose streams decode together, each takes up what all of them have got, so that all make the
-    same steps with the same groups and the same weights. All ranks get the same orders in the same sequence, each in
-    its own time. One that has any waits for the others to come here, too: what it has got, they will get. As long as
-    one of them was busy when they last met, or may be with what they took up then, all come back. `busy`: another rank
-    may be, so that this one must not wait for messages.
+    `together`: the streams of several ranks decode together. Then each rank takes only the orders that all have got, so
+    that all do the same steps with the same groups and weights. All ranks get the same orders in the same sequence, but
+    at different times. A rank with orders waits here for the others, which will get the same. As long as any rank was
+    busy when they last met, or may be busy with the orders taken then, all come here again. `busy`: another rank may be
+    busy, so this one must not wait for messages.
     """
 
     def __init__(self, together: bool) -> None:
@@ -331,25 +331,25 @@ class Pace:
         self.taken, self.busy = 0, False
 
     def take(self, waiting: deque[T], busy: bool) -> list[T]:
-        """Those of the orders in `waiting` to carry out before the next step, removed from it."""
+        """Take out of `waiting` the orders to carry out before the next step."""
         count = len(waiting)
         if self._together and (waiting or busy or self.busy):
-            # The least of the counts is what all ranks have got; the least of -busy says whether any one is.
+            # The minimum of the counts is what all ranks have got; that of -busy tells whether any rank is busy.
             met, least = _least(self.taken + count, -int(busy))
             count = met - self.taken
-            # What they take up may be done in one step on one of them, and not on another.
+            # Orders may be done within one step on one rank, but not on another.
             self.busy = bool(least) or count > 0
         self.taken += count
         return [waiting.popleft() for _ in range(count)]
 
 
 def all_say(yes: bool) -> bool:
-    """Do all ranks of this replica say so (see `open_world`)? Each asks at the same place. Raises TransportError."""
+    """True if all ranks of this replica pass True (see `open_world`). All must call it. Raises TransportError."""
     return bool(_least(int(yes))[0])
 
 
 def _least(*numbers: int) -> list[int]:
-    """The least of what the ranks of this replica give, one by one."""
+    """The element-wise minimum of the numbers of all ranks of this replica."""
     met = torch.tensor(numbers)
     try:
         dist.all_reduce(met, dist.ReduceOp.MIN)
@@ -359,11 +359,11 @@ def _least(*numbers: int) -> list[int]:
 
 
 class AllReduce:
-    """Sums and maxima over the ranks of a replica, which meet at `store`, which no other group has used; each makes the
-    same calls. Called, it is the `Add` of checksums; `maximum` is what quantising ranks agree by. The ranks are called
-    by their `names`, and reach this one at `address`.
+    """Sums and maxima over the ranks of a replica. They rendezvous at `store`, which no other group has used; all make
+    the same calls. A call of the object itself is the `Add` of checksums; `maximum` is the `Agree` of quantisation.
+    `names` are the ranks' names; they reach this one at `address`.
 
-    Opened by the first call, in any thread. After an error it stays broken.
+    The first call opens it, in any thread. After an error it stays broken.
     """
 
     def __init__(
@@ -379,7 +379,7 @@ class AllReduce:
         return self._reduce(sums, partial(torch.sum, dim=0))
 
     def maximum(self, magnitudes: Tensor) -> Tensor:
-        """The largest of the ranks' float32 numbers, element by element, on each: none is negative or NaN."""
+        """The element-wise maximum of the ranks' float32 tensors, on each. No number may be negative or NaN."""
         return self._reduce(magnitudes.cpu(), partial(torch.amax, dim=0)).to(magnitudes.device)
 
     def close(self) -> None:
@@ -390,7 +390,7 @@ class AllReduce:
             connection = self._connection = self._connection or self._open()
             self._calls += 1
             connection.sync = f"sum {self._calls}"
-            # The first word tells calls apart that do not belong together.
+            # The first number finds ranks that are at different calls.
             own = torch.cat([torch.tensor([self._calls], dtype=numbers.dtype), numbers.reshape(-1)])
 
             def combine(given: Sequence[Tensor]) -> Tensor:

@@ -1,15 +1,15 @@
-"""Weights in a wire format: `Converter` makes on the sender what travels, and `Restorer` makes floats of it on a
-receiver. `wire_format` says what travels.
+"""Conversion of weights to and from a wire format (see `wire_format`): `Converter` converts on the sender, and
+`Restorer` restores floats on a receiver.
 
-A scale is the largest magnitude of its row or block over the format's limit, and an element its quotient by the scale,
-rounded to the nearest, ties to even. So an element depends on its value and its scale alone: once the ranks that share
-a row or a block have agreed on its largest magnitude, what each makes of its region is, bit for bit, what one rank
-would make of the whole. Work goes strip by strip, each small enough for a core's cache.
+A scale is the largest magnitude of its row or block divided by the format's limit. An element is the value divided by
+the scale, rounded to the nearest, ties to even. So an element depends only on its value and scale: once the ranks that
+share a row or a block have agreed on its largest magnitude, the results of their regions are bit-equal to those of one
+rank with the whole tensor. Work is done in strips that are small enough for a core's cache.
 
-A reader needs its own dtype at every step, and the step must not wait for it. So floats are made when a version
-arrives, beside the shadow, and change places with it. In memory that is two more copies of what changed its dtype on
-the way: int8 in a bfloat16 run takes 2 · (1 + 2) bytes per weight rather than 2 · 2. A reader that computes in the
-wire's format (`broadcast(…, precision=…)`) has none of it, and takes 2 · 1.
+A reader needs its own dtype at every step, and a step must not wait for a conversion. So floats are restored when a
+version arrives, in a double buffer that is swapped with the shadow. That takes two more copies of the tensors whose
+dtype changes: int8 in a bfloat16 run takes 2 · (1 + 2) bytes per weight rather than 2 · 2. A reader that computes in
+the wire's format (`broadcast(…, precision=…)`) needs no conversion, and takes 2 · 1.
 """
 
 import math
@@ -24,19 +24,19 @@ from penstock.runtime.tensor.layout import Layout, Region, TensorLayout
 from penstock.runtime.tensor.wire_format import FORMATS, SCALE, Format, cut_through
 
 _STRIP = 1 << 19  # elements: 2 MiB as float32
-_TINY = torch.finfo(torch.float32).tiny  # the least scale: a smaller quotient may not be a normal number
+_TINY = torch.finfo(torch.float32).tiny  # the smallest scale: smaller ones may be subnormal
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# The element-wise maximum of the tensors that ranks call it with: float32 of one shape on all of them.
+# Returns, on each rank, the element-wise maximum of the tensors of all ranks: float32 of the same shape.
 Agree = Callable[[Tensor], Tensor]
 
 
 class ConversionError(ValueError):
-    """Weights that the wire format cannot hold: it names tensor and row."""
+    """Weights that the wire format cannot represent. The text names tensor and row."""
 
 
 class Converter:
-    """Turns what one rank holds of `source` into what it holds of `wire`, which `wire_format.converted` made of it."""
+    """Converts one rank's shards of the layout `source` to those of `wire`, which `wire_format.converted` made."""
 
     def __init__(self, source: Layout, wire: Layout, rank: int) -> None:
         self._rank = rank
@@ -53,14 +53,14 @@ class Converter:
             if t.name in self._formats:
                 if index not in cut:
                     cut[index] = cut_through(t.held, t.shape, self._formats[t.name])
-                # The same on every rank, from the layout alone: all of them must call `agree`, or none.
+                # Decided by the layout alone, so equal on all ranks: either all of them call `agree`, or none.
                 self._agreed += [t] if cut[index] else []
 
     def convert(self, tensors: Mapping[str, Tensor], out: Shards, agree: Agree | None = None) -> None:
         """Write the rank's regions of all tensors into `out`, allocated for the wire layout.
 
-        `agree` is called once, and by every rank of the layout, if any row or block is cut; it may be None if none is.
-        Raises `ConversionError`; where ranks have agreed, on all of them that share what is at fault.
+        `agree` is called once, by every rank of the layout, if any row or block is split; it may be None if none is.
+        Raises `ConversionError`, on all ranks that share the faulty row or block.
         """
         maxima = {
             t.name: absmax(tensors[t.name], t.held_by(self._rank)[0], self._formats[t.name])
@@ -81,13 +81,13 @@ class Converter:
             quantise(tensors[t.name], region, scale, format, out[t.name].tensor)
 
     def _agree(self, maxima: dict[str, Tensor], agree: Agree) -> None:
-        """One call for all tensors; a rank without part in one has zeros there, which change no maximum."""
+        """Call `agree` once for all tensors. A rank without a shard of one has zeros there, which change no maximum."""
         shapes = [self._formats[t.name].scale_shape(t.shape) for t in self._agreed]
         device = next((own.device for own in maxima.values()), torch.device("cpu"))
         flat = torch.zeros(sum(map(math.prod, shapes)), device=device)
 
         def own_places(flat: Tensor) -> dict[str, Tensor]:
-            """The place of what this rank has of each agreed tensor, among the maxima of all of them."""
+            """The view of this rank's part of each agreed tensor's maxima."""
             parts = zip(self._agreed, shapes, torch.split(flat, [*map(math.prod, shapes)]), strict=True)
             return {
                 t.name: part.view(shape)[
@@ -103,15 +103,15 @@ class Converter:
 
 
 def absmax(matrix: Tensor, region: Region, format: Format) -> Tensor:
-    """The largest magnitude in each row or block of the whole that `region`, held by `matrix`, touches; inf if any is
-    not finite. float32, of the shape of `format.scales(region)`.
+    """The largest magnitudes in the rows or blocks of `region`, whose elements are `matrix`; inf if any is not finite.
+    float32, of the shape of `format.scales(region)`.
     """
     rows, columns = matrix.shape
     shape = format.scales(region).shape
     if not matrix.numel():
         return torch.zeros(shape, device=matrix.device)
-    # Without their sign, floats are ordered as the integers of the same bits, with NaN above all. Comparing integers
-    # is several times faster, and no NaN gets lost.
+    # Without the sign bit, floats are ordered like the integers of the same bits, with NaN as the largest. Comparing
+    # integers is several times faster, and no NaN is lost.
     kind = _BITS[matrix.dtype.itemsize]
     mask = torch.iinfo(kind).max
     if not format.block:
@@ -119,7 +119,7 @@ def absmax(matrix: Tensor, region: Region, format: Format) -> Tensor:
         found = torch.cat([(matrix[r : r + step].view(kind) & mask).amax(1) for r in range(0, rows, step)])
     else:
         lead = region.start[1] % format.block
-        # Down the columns first: contiguous rows of maxima are then folded into blocks at once.
+        # First along the columns: the contiguous rows of maxima are then reduced to blocks at once.
         by_column = torch.zeros(shape[0], shape[1] * format.block, dtype=kind, device=matrix.device)
         for index, span in enumerate(_block_rows(region, format.block)):
             by_column[index, lead : lead + columns] = (matrix[span].view(kind) & mask).amax(0)
@@ -128,7 +128,7 @@ def absmax(matrix: Tensor, region: Region, format: Format) -> Tensor:
 
 
 def scales(name: str, maxima: Tensor, region: Region, format: Format) -> Tensor:
-    """The scales of a region from the agreed largest magnitudes. Raises `ConversionError` where one is not finite."""
+    """The scales of a region from the agreed largest magnitudes. Raises `ConversionError` if one is not finite."""
     bad = (~torch.isfinite(maxima)).nonzero().tolist()
     if bad:
         block = format.block or 1
@@ -137,31 +137,31 @@ def scales(name: str, maxima: Tensor, region: Region, format: Format) -> Tensor:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         where = where.format(block, *first)
         raise ConversionError(f"{name}: {where}{more} has inf or NaN in it; a {format.dtype} wire needs finite weights")
-    # By a tensor: by a number a GPU divides otherwise than a CPU, in the last bit.
+    # Divide by a tensor: dividing by a Python number, a GPU and a CPU may differ in the last bit.
     return (maxima / maxima.new_tensor(format.limit)).clamp_(min=_TINY)
 
 
 def quantise(matrix: Tensor, region: Region, scale: Tensor, format: Format, out: Tensor | None = None) -> Tensor:
-    """The elements of `region`, held by `matrix`, by their scales; beyond the format's limit they saturate."""
+    """The elements of `region`, which are in `matrix`, divided by their scales; they saturate at the format's limit."""
     out = torch.empty(matrix.shape, dtype=DTYPES[format.dtype], device=matrix.device) if out is None else out
     for span, factor in _strips(matrix, region, scale, format):
         quotient = torch.div(matrix[span], factor)
         if not out.is_floating_point():
-            # Conversions to float formats round by themselves; those to integers cut off.
+            # A conversion to a float format rounds; one to an integer truncates.
             quotient.round_()
         out[span] = quotient.clamp_(-format.limit, format.limit)
     return out
 
 
 def dequantise(elements: Tensor, region: Region, scale: Tensor, format: Format, out: Tensor) -> Tensor:
-    """The elements of `region` times their scales, into floats: for a receiver that computes in these."""
+    """The elements of `region` times their scales, as floats, for a receiver that computes in these."""
     for span, factor in _strips(elements, region, scale, format):
         out[span] = elements[span].float().mul_(factor)
     return out
 
 
 def cast(name: str, tensor: Tensor, out: Tensor, region: Region) -> None:
-    """Copy into another dtype. Raises `ConversionError` if a finite number is too large for it."""
+    """Copy with conversion. Raises `ConversionError` if a finite number is too large for the dtype of `out`."""
     out.copy_(tensor)
     if out.dtype == tensor.dtype or not out.is_floating_point() or not tensor.is_floating_point():
         return
@@ -174,7 +174,7 @@ def cast(name: str, tensor: Tensor, out: Tensor, region: Region) -> None:
 
 
 def _strips(matrix: Tensor, region: Region, scale: Tensor, format: Format) -> Iterator[tuple[slice, Tensor]]:
-    """Spans of rows, each with its scales, to be broadcast over it."""
+    """Spans of rows, each with its scales, which broadcast over it."""
     rows, columns = matrix.shape
     if not matrix.numel():
         return
@@ -189,14 +189,14 @@ def _strips(matrix: Tensor, region: Region, scale: Tensor, format: Format) -> It
 
 
 def _block_rows(region: Region, block: int) -> Iterator[slice]:
-    """The rows of a region, counted from its first, that lie in one row of blocks."""
+    """The spans of rows of a region that lie in one row of blocks, counted from the region's first row."""
     start, stop = region.start[0], region.stop[0]
     for first in range(start // block * block, stop, block):
         yield slice(max(first, start) - start, min(first + block, stop) - start)
 
 
 class Restorer:
-    """Turns what a rank holds of `wired`, made of `layout` for the format `wire`, back into the dtypes of `layout`."""
+    """Converts a rank's shards of `wired`, which is `layout` in the format `wire`, back to the dtypes of `layout`."""
 
     def __init__(self, layout: Layout, wired: Layout, wire: str, rank: int, device: Device) -> None:
         changed = [t for t in layout.tensors if wired.by_name[t.name].dtype != t.dtype]
@@ -205,9 +205,9 @@ class Restorer:
         self._arena = DoubleBuffer(Layout(tuple(changed)), rank, device)
 
     def fill(self, arrived: Shards) -> None:
-        """Make the floats of a shadow; those of the live version stay as they are."""
+        """Restore the floats of a shadow; those of the live version do not change."""
         for name, part in self._arena.shadow.items():
-            # A wire of floats has no scales.
+            # A wire format of floats has no scales.
             if self._format is None:
                 part.tensor.copy_(arrived[name].tensor)
             else:
@@ -215,7 +215,7 @@ class Restorer:
                 dequantise(arrived[name].tensor, part.region, scale, self._format, part.tensor)
 
     def swap(self, live: Shards) -> Mapping[str, Tensor]:
-        """The tensors that readers see, once `live` is what was filled from."""
+        """Swap, and return the tensors for readers. `live` is what was the shadow in `fill`."""
         self._arena.swap()
         floats = self._arena.live
         return {name: (floats[name] if name in floats else live[name]).tensor for name in self._names}

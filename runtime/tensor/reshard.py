@@ -1,23 +1,23 @@
 """The plan from a source layout to a destination layout (`reshard`), from which each rank takes its own copies, and the
 chain of replicas that pass a version on (`chain`). Pure, no torch.
 
-Tensors of one signature (shape, dtype and holdings on both sides) have equal copies: the plan is made once for all of
-them. A `CopySet` is a region of each of them, the ranks that hold it, the ranks that need it, and how many of the
-copies each holder sends. A rank expands its own copy sets only.
+Tensors of one signature (shape, dtype and holdings on both sides) have equal copies, so the plan is made once for all
+of them. A `CopySet` is a region of each of these tensors, the ranks that hold it, the ranks that need it, and how many
+of the copies each holder sends. A rank expands only its own copy sets.
 
-**Who sends**: holders on the receiver's host if there are any; among these the one with the least to send. What only
-one rank holds is counted first, then large copies before small ones, so that the small ones level out what is left. A
-large region whose copies cannot be shared out evenly is split.
+**Who sends**: holders on the receiver's host if there are any; among these the one with the least to send. Regions that
+only one rank holds are counted first, then large copies before small ones, so that the small ones balance the loads. A
+large region whose copies cannot be divided evenly is split.
 
-**In which order**: source s and destination d meet in step (d - s) mod P, with P the larger number of ranks. In each
-step a rank has at most one peer, so that every link is busy. Between two ranks, copies come in the order of the
+**In which order**: source s and destination d exchange in step (d - s) mod P, with P the larger number of ranks. In
+each step a rank has at most one peer, so that every link is busy. Between two ranks, copies come in the order of the
 tensors in the destination layout.
 
-**Chains**, for few trainers and many replicas: if the trainers sent to each of n replicas, the busiest of them would
-send n times its part of one replica, while a replica's rank receives its own part only. So the trainers feed as many
-heads as keep them no busier than a receiver, and each head starts a chain of replicas of the same layout. A rank
-forwards to the same rank of the next replica, one round while the one after it arrives: with chains of d replicas the
-last one is complete after the time of its own bytes and of d - 1 rounds more.
+**Chains**, for few trainers and many replicas: if the trainers sent to each of n replicas, the busiest trainer would
+send n times its part of one replica, while a replica's rank receives its part once. So the trainers feed only so many
+heads that they are no busier than a receiver, and each head starts a chain of replicas of the same layout. A rank
+forwards one round to the same rank of the next replica while it receives the next round. In a chain of d replicas the
+last one is complete after the time for its own bytes and for d - 1 more rounds.
 """
 
 import heapq
@@ -37,7 +37,7 @@ _BLOCK = 1 << 20  # pairs of regions compared by one call
 
 
 class DistinctRegions(NamedTuple):
-    """The distinct non-empty regions of a holding, sorted, and the ranks that hold each: start and stop are [N, D]."""
+    """The distinct non-empty regions of a holding, sorted, and the ranks that hold each. start and stop are [N, D]."""
 
     start: IntArray
     stop: IntArray
@@ -48,7 +48,7 @@ class DistinctRegions(NamedTuple):
 
     @property
     def sizes(self) -> IntArray:
-        """The elements of each, [N]."""
+        """The number of elements of each, [N]."""
         sizes: IntArray = (self.stop - self.start).prod(1)
         return sizes
 
@@ -69,7 +69,7 @@ class Missing(NamedTuple):
 
 
 def cover(src: Holding, dst: Holding, shape: tuple[int, ...]) -> tuple[list[Piece], list[Missing]]:
-    """The pieces that fill each region of `dst` exactly once, by destination and then by place; what is missing."""
+    """The pieces that fill each region of `dst` exactly once, by destination and then by place; and what is missing."""
     held, wanted = disjoint_regions(src, shape), distinct_regions(dst, shape)
     to, by, start, stop = _overlaps(wanted, held)
     found = np.zeros(len(wanted.ranks), np.int64)
@@ -82,10 +82,10 @@ def cover(src: Holding, dst: Holding, shape: tuple[int, ...]) -> tuple[list[Piec
 
 def distinct_regions(holding: Holding, shape: tuple[int, ...]) -> DistinctRegions:
     edges = holding.edges(shape)
-    # Empty regions are normal: more ranks than rows leave some.
+    # Empty regions are normal, as with more ranks than rows.
     some = (edges.start < edges.stop).all(1)
     ranks, rows = edges.ranks[some], np.concatenate((edges.start, edges.stop), 1)[some]
-    # Sorted, so that every rank makes the same plan whatever the order of its lists.
+    # Sorted, so that every rank makes the same plan, whatever the order of its lists.
     order = np.lexsort((ranks, *rows.T[::-1]))
     ranks, rows = ranks[order], rows[order]
     first = np.ones(len(rows), np.bool_)
@@ -97,7 +97,7 @@ def distinct_regions(holding: Holding, shape: tuple[int, ...]) -> DistinctRegion
 
 
 def disjoint_regions(holding: Holding, shape: tuple[int, ...]) -> DistinctRegions:
-    """The same elements as `distinct_regions`, no two of which have any in common: each with all ranks that hold it."""
+    """The elements of `distinct_regions` as regions without common elements, each with all ranks that hold it."""
     held = distinct_regions(holding, shape)
     return held if holding.disjoint else _made_disjoint(held)
 
@@ -105,7 +105,7 @@ def disjoint_regions(holding: Holding, shape: tuple[int, ...]) -> DistinctRegion
 def _overlaps(a: DistinctRegions, b: DistinctRegions) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Every pair of regions with common elements: its indices in `a` and `b`, sorted, and the common start and stop."""
     found = []
-    # In blocks: all pairs of two layouts of thousands of ranks at once would take gigabytes.
+    # In blocks: all pairs of two layouts with thousands of ranks would take gigabytes.
     step = max(1, _BLOCK // max(1, len(b.ranks)))
     for base in range(0, max(1, len(a.ranks)), step):
         start = np.maximum(a.start[base : base + step, None], b.start)
@@ -144,24 +144,24 @@ def _gaps(region: Region, held: DistinctRegions) -> tuple[Region, ...]:
     return tuple(rest)
 
 
-LARGE = 1 << 20  # bytes from which a piece travels by itself: below it a message costs more than a second copy
-BUCKET = 4 << 20  # bytes of a round of messages between two ranks through the hosts' memory
+LARGE = 1 << 20  # bytes from which a piece is a message of its own: below, a message costs more than a second copy
+BUCKET = 4 << 20  # most bytes of a round of messages between two ranks through the hosts' memory
 
 
 def nccl_round(nbytes: int, peers: int) -> int:
-    """The most bytes of a round by NCCL of a rank that sends or receives `nbytes` in all.
+    """The most bytes of a round by NCCL, for a rank that sends or receives `nbytes` in all.
 
-    As many rounds as make the first packing, the last unpacking and each hop of a chain a small part of the sync, but
-    none of less than 16 MiB with each peer; and never more than 512 MiB, since two of them may be staged at a time.
+    Rounds are so small that the first packing, the last unpacking and each hop of a chain are a small part of the sync.
+    But they have at least 16 MiB with each peer, and at most 512 MiB, since two of them may be staged at a time.
     """
     return min(512 << 20, max(nbytes // 32, peers * (16 << 20)))
 
 
 class CopySet(NamedTuple):
-    """A region of every tensor of a group, from those that hold it to those that need it.
+    """A region of every tensor of a group, from the ranks that hold it to those that need it.
 
-    The copies count through the tensors for the first receiver, then for the second, …: ends[k] is where those end
-    that sources[k] sends.
+    The copies are numbered through the tensors for the first receiver, then for the second, …. `sources[k]` sends the
+    copies before `ends[k]`, from `ends[k - 1]` on.
     """
 
     region: Region
@@ -171,7 +171,7 @@ class CopySet(NamedTuple):
 
 
 class SignatureGroup(NamedTuple):
-    """The tensors of one signature, with their places in the destination layout, and their lanes."""
+    """The tensors of one signature, with their places in the destination layout, and their copy sets, `lanes`."""
 
     names: tuple[str, ...]
     places: tuple[int, ...]
@@ -201,20 +201,20 @@ class ReshardPlan:
 
     @property
     def copies(self) -> tuple[Copy, ...]:
-        """All copies, by destination rank. For 405B there are 37 M: a rank asks for its own."""
+        """All copies, by destination rank. For 405B there are 37 M, so a rank asks only for its own."""
         return tuple(copy for rank in range(self.destinations) for copy in self.receives(rank))
 
     def sends(self, source: int) -> tuple[Copy, ...]:
-        """What one source rank sends, by destination in rotation order."""
+        """The copies that a source rank sends, by destination in rotation order."""
         return self._expanded(self.routes(source=source))
 
     def receives(self, destination: int) -> tuple[Copy, ...]:
-        """What one destination rank receives, by source in rotation order."""
+        """The copies that a destination rank receives, by source in rotation order."""
         return self._expanded(self.routes(destination=destination))
 
     def routes(self, source: int | None = None, destination: int | None = None) -> tuple[Route, ...]:
-        """The routes of a source rank, of a destination rank or between the two; all if neither is given. In rotation
-        order, and for one peer by group and lane.
+        """The routes of a source rank, of a destination rank, or between the two; all if neither is given. In rotation
+        order, then by group and lane.
         """
         found = []
         for index, group in enumerate(self.groups):
@@ -231,23 +231,23 @@ class ReshardPlan:
                         first, last = max(start - k * tensors, 0), min(end - k * tensors, tensors)
                         found.append(Route(sender, lane.destinations[k], index, number, first, last, lane.region))
         steps = max(self.sources, self.destinations, 1)
-        # Rotation: in each step a rank has one peer, and no two senders meet at one receiver.
+        # Rotation: in each step a rank has one peer, and a receiver one sender.
         found.sort(key=lambda route: ((route.destination - route.source) % steps, route.source))
         return tuple(found)
 
     @property
     def nbytes(self) -> int:
-        """What travels."""
+        """The bytes that are sent in all."""
         return sum(self.bytes_out)
 
     @property
     def bytes_out(self) -> tuple[int, ...]:
-        """What each source rank sends."""
+        """The bytes that each source rank sends."""
         return self._loads[0]
 
     @property
     def bytes_in(self) -> tuple[int, ...]:
-        """What each destination rank receives."""
+        """The bytes that each destination rank receives."""
         return self._loads[1]
 
     @cached_property
@@ -261,7 +261,7 @@ class ReshardPlan:
         return tuple(out.tolist()), tuple(into.tolist())
 
     def _expanded(self, routes: tuple[Route, ...]) -> tuple[Copy, ...]:
-        """The copies of one rank's routes: by peer as they come, then by tensor."""
+        """The copies of one rank's routes: by peer in the given order, then by tensor."""
         by_pair: dict[tuple[int, int], list[tuple[int, int, str, Region]]] = defaultdict(list)
         for source, destination, index, lane, first, last, region in routes:
             names, places, _, _ = self.groups[index]
@@ -274,11 +274,11 @@ class ReshardPlan:
 
 
 def share(loads: Sequence[int], copies: int, nbytes: int) -> list[int]:
-    """How many of `copies` copies of `nbytes` bytes each sender makes, if the one with the least bytes to send so far,
-    the first among equals, always takes the next one. At the cost of a sort, however many copies there are.
+    """How many of `copies` copies of `nbytes` bytes each sender makes, if always the sender with the least bytes so
+    far, the first among equals, takes the next one. Takes the time of a sort, however many copies there are.
     """
-    # The level to which all bytes raise the loads, the least loaded first: senders exceed it by one copy only. It is
-    # the least mean of all bytes and the first few loads, since loads above the level would raise the mean.
+    # The level to which all bytes raise the loads, the least loaded first; senders exceed it by at most one copy. It is
+    # the smallest mean of all bytes and the first few loads, since loads above the level would raise the mean.
     level = min((copies * nbytes + filled) // n for n, filled in enumerate(accumulate(sorted(loads)), 1))
     counts = [max(0, level - load) // nbytes for load in loads]
     queue = [(load + count * nbytes, sender) for sender, (load, count) in enumerate(zip(loads, counts, strict=True))]
@@ -294,10 +294,10 @@ Faults = defaultdict[str, list[str]]
 
 
 def reshard(src: Layout, dst: Layout) -> ReshardPlan:
-    """The copies that fill every region of `dst` from the regions of `src`: each element of each destination region is
+    """The copies that fill every region of `dst` from the regions of `src`. Each element of each destination region is
     written exactly once. A pure function of its arguments, so that each rank makes the same plan by itself.
 
-    Raises `LayoutError` with every tensor that is missing on a side, differs in shape or dtype, or is not covered.
+    Raises `LayoutError` with every tensor that is missing on one side, differs in shape or dtype, or is not covered.
     """
     faults = _faults(src, dst)
     sound = dst.by_name.keys() - faults.keys()
@@ -308,14 +308,14 @@ def reshard(src: Layout, dst: Layout) -> ReshardPlan:
             places[source_index[t.name], index].append(place)
     loads = [0] * src.ranks
     groups: list[SignatureGroup] = []
-    shared: list[tuple[int, int, int]] = []  # what several ranks hold: (- bytes of a copy, group, lane)
+    shared: list[tuple[int, int, int]] = []  # copy sets that several ranks hold: (- bytes of a copy, group, lane)
     for (source, destination), own in places.items():
         shape, dtype, held = src.signatures[0][source]
         pieces, missing = cover(held, dst.signatures[0][destination][2], shape)
         names, itemsize, lanes = tuple(dst.tensors[place].name for place in own), ITEMSIZE[dtype], list[CopySet]()
         for name in names if missing else ():
             faults[name] += map(_uncovered, missing)
-        # Once there is a fault, only the other faults are of interest; what they are about cannot be shared out.
+        # After a fault, only look for other faults: there will be no plan.
         whole = [] if faults else pieces
         for part in (part for piece in whole for part in _parts(piece, len(own), itemsize, src, dst)):
             nbytes, copies = part.region.size * itemsize, len(part.destinations) * len(own)
@@ -328,7 +328,7 @@ def reshard(src: Layout, dst: Layout) -> ReshardPlan:
     if faults:
         lines = [f"  {name}: {fault}" for name in sorted(faults) for fault in faults[name]]
         raise LayoutError("\n".join(["no plan from source to destination:", *lines]))
-    # Large copies first, so that the small ones level out what is left.
+    # Large copies first, so that the small ones balance the loads.
     for nbytes, index, number in sorted(shared):
         lane = groups[index].lanes[number]
         counts = share([loads[source] for source in lane.sources], lane.ends[0], -nbytes)
@@ -339,10 +339,10 @@ def reshard(src: Layout, dst: Layout) -> ReshardPlan:
 
 
 def _parts(piece: Piece, tensors: int, itemsize: int, src: Layout, dst: Layout) -> Iterator[Piece]:
-    """A piece by the holders that may send it to each receiver, cut where that helps to share it out."""
+    """Divide a piece by the holders that may send it to each receiver, and split it if that balances the loads."""
     receivers: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for receiver in piece.destinations:
-        # Those on its host; all holders where there are none, or hosts are not known.
+        # Holders on its host; all holders if there are none there, or hosts are not known.
         known = src.hosts and dst.hosts
         near = tuple(source for source in piece.sources if known and src.hosts[source] == dst.hosts[receiver])
         receivers[near or piece.sources].append(receiver)
@@ -350,14 +350,14 @@ def _parts(piece: Piece, tensors: int, itemsize: int, src: Layout, dst: Layout) 
         uneven = tensors * len(destinations) % len(sources)
         worth_it = uneven and piece.region.size * itemsize >= len(sources) * LARGE
         for region in piece.region.cut(len(sources)) if worth_it else (piece.region,):
-            # Dealt out like cards: where both sides have the same inner axes, replicated tensors then travel between
-            # ranks that have other business with each other anyway.
+            # Deal receivers out like cards: if both sides have the same inner axes, replicated tensors are then sent
+            # between ranks that exchange other tensors anyway.
             dealt = [d for first in range(len(sources)) for d in destinations[first :: len(sources)]]
             yield Piece(region, sources, tuple(dealt))
 
 
 def _faults(src: Layout, dst: Layout) -> Faults:
-    """By tensor: what makes a plan impossible, but for coverage."""
+    """By tensor: what makes a plan impossible, except missing coverage."""
     faults: Faults = defaultdict(list)
     for side, layout in (("source", src), ("destination", dst)):
         if layout.hosts and len(layout.hosts) < layout.ranks:
@@ -391,13 +391,13 @@ def _listed(texts: list[str], limit: int) -> str:
     return ", ".join(texts[:limit]) + more
 
 
-# How much more than a receiver a trainer may have to do, before another hop is the better way.
+# How much more than a receiver a trainer may have to transfer before another hop is better.
 SLACK = 1.05
 
 
 def chain(plan: ReshardPlan, replicas: int) -> tuple[int | None, ...]:
-    """From whom each replica receives a version: another replica with a smaller number, or the trainers (None). `plan`
-    is that from the trainers to one of them. A replica forwards to one other at most.
+    """The source of a version for each replica: another replica with a smaller number, or the trainers (None). `plan`
+    is that from the trainers to one replica. A replica forwards to at most one other.
     """
     if replicas < 1:
         raise ValueError(f"given {replicas} replicas, needed at least 1")
@@ -406,14 +406,12 @@ def chain(plan: ReshardPlan, replicas: int) -> tuple[int | None, ...]:
 
 
 def num_heads(out: int, into: int, replicas: int) -> int:
-    """How many replicas the trainers feed, if the busiest of them sends `out` bytes to each, and a replica's busiest
-    rank receives `into`.
+    """The number of replicas that the trainers feed, if the busiest trainer sends `out` bytes to each, and a replica's
+    busiest rank receives `into` bytes.
     """
     return max(1, min(replicas, int(SLACK * into / out))) if out else replicas
 
 
 def forwards(held: Mapping[str, Region], rank: int) -> tuple[Copy, ...]:
-    """What a rank sends to the same rank of the next replica: all that it holds, in the order in which it holds it.
-    That one receives just this.
-    """
+    """The copies from a rank to the same rank of the next replica: all that it holds, in its own order."""
     return tuple(Copy(name, rank, rank, region) for name, region in held.items() if region.size)

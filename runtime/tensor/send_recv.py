@@ -1,17 +1,17 @@
 """Weight sync by point-to-point messages over a replica link: `MessageTransport`, and the buckets that it and
 `delta.DeltaTransport` send.
 
-What goes between two ranks goes in rounds, in the order of the plan. A large contiguous piece is a message by itself
-and travels from and to where it lies; a strided one goes through a staging buffer, and so do the small ones of a round,
-in one message. A piece is cut where a round is full, so that packing one round while another travels needs a few rounds
-of memory. A sync begins with two words: the receiver says which version it awaits, and how many bytes of a round it has
-room for; the sender answers with a header (version, bytes of a round, messages, bytes). By these both sides make the
-same rounds from the same plan, so that nothing else but the bytes travels. What is said goes over gloo, buckets by the
-link's `Carrier`: over gloo, too, or over NCCL.
+The copies between two ranks go in rounds, in the order of the plan. A large contiguous piece is a message of its own
+and is sent and received in place. A strided piece goes through a staging buffer. So do the small pieces of a round, in
+one message. A piece is split where a round is full, so that packing one round while another is sent needs only a few
+rounds of memory. A sync begins with two short messages: the receiver sends the version that it awaits, and the bytes of
+a round for which it has room; the sender answers with a header (version, bytes of a round, messages, bytes). From these
+both sides make the same rounds of the same plan, so that only data needs to be sent then. The short messages go over
+gloo, buckets by the link's `Carrier`: over gloo or NCCL.
 
-Invariant: the n-th rounds with all peers are round n, and every rank goes through its rounds in order; a message is of
-one round on both of its sides. So ranks cannot wait for each other in a circle, even where the messages of a round end
-together and nothing is buffered: what the first unfinished round waits for has begun, or will without its end.
+Invariant: the n-th rounds with all peers are round n, every rank does its rounds in order, and a message is of the same
+round on both sides. So ranks cannot deadlock, even if the messages of a round end together and nothing is buffered:
+what the first unfinished round waits for has begun, or will begin without its end.
 """
 
 from collections import Counter, deque
@@ -28,28 +28,28 @@ from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.process_group import Connection, Message
 from penstock.runtime.tensor.reshard import BUCKET, LARGE
 
-_KEPT = 8  # sets of buckets: more than the buffers that take turns on one side of a channel
+_KEPT = 8  # cached sets of buckets: more than the number of buffers on one side of a channel
 _ASKED = "version", "room"
 _FIELDS = "version", "bytes of a round", "messages", "bytes"
-# Told of the copies of one message.
+# Called with the copies of one message.
 Tell = Callable[[Sequence[Copy]], None]
 
 
 class BucketSizes(NamedTuple):
-    """How pieces become messages: `large` are the bytes from which a piece travels by itself, `full` the most of a
-    round between two ranks; `slots` staging buffers of each peer take turns, each of which has room for a round."""
+    """How pieces become messages: a piece of `large` bytes or more is a message of its own; a round between two ranks
+    has at most `full` bytes; each peer has `slots` staging buffers, which take turns and have room for a round each."""
 
     large: int
     full: int
     slots: int
 
 
-# A bucket stays in a core's caches; one is packed while another is sent, and a third waits for the peer.
+# A bucket fits in a core's caches. One is packed while another is sent, and a third waits for the peer.
 GLOO_SIZES = BucketSizes(LARGE, BUCKET, 3)
 
 
 class Bucket(NamedTuple):
-    """One message: its copies, their places in memory, and the bytes that travel: in place (`slot` is None), or in
+    """One message: its copies, their places in memory, and the buffer that is sent: in place (`slot` is None), or in
     staging buffer `slot` of its peer.
     """
 
@@ -60,45 +60,45 @@ class Bucket(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """The bytes of the smallest elements in it: compared by these, one changed byte costs the fewest bytes."""
+        """The size of its smallest elements, at most 4: a delta of such words is smallest for one changed element."""
         return min(4, *(piece.dtype.itemsize for piece in self.pieces))
 
     @property
     def name(self) -> str:
-        """The copies, in short."""
+        """The copies, in short, for errors."""
         more = f" and {len(self.copies) - 1} more tensors" if len(self.copies) > 1 else ""
         return f"{self.copies[0].tensor} {self.copies[0].region}{more}"
 
 
 class Begun(Protocol):
-    """The messages of one round, which have begun: their buffers must not change before `wait` has returned."""
+    """The messages of a round in flight: their buffers must not change before `wait` has returned."""
 
     def wait(self) -> object:
-        """Until all are sent or received. Raises TransportError past the deadline."""
+        """Wait until all are sent or received. Raises TransportError past the deadline."""
 
 
 class Carrier(Protocol):
-    """What the buckets of a link travel by. `device` is where their buffers lie."""
+    """Sends the buckets of a link. Their buffers lie on `device`."""
 
     device: torch.device
     sizes: BucketSizes
 
     def room(self, loads: Mapping[int, int]) -> dict[int, int]:
-        """The bytes of a round that this rank can take, by peer, where so many in all go to or come from each. The two
-        sides of a pair use the smaller number."""
+        """The bytes of a round that this rank can take, by peer; `loads` are all bytes to or from each. The two sides
+        of a pair use the smaller number."""
 
     def send(self, messages: Iterable[tuple[int, Bucket]], number: int) -> Begun:
-        """Begin round `number`: buckets with their peers, each of which is to be sent when it is given. Those of one
-        peer arrive in this order."""
+        """Begin round `number`: pairs of peer and bucket. Each may be sent as soon as the iterator gives it. Those of
+        one peer arrive in this order."""
 
     def receive(self, messages: Iterable[tuple[int, Bucket]], number: int) -> Begun: ...
 
     def close(self) -> None:
-        """Give up what is on its way. May be repeated, by any thread."""
+        """Abort messages in flight. May be repeated, by any thread."""
 
 
 class GlooCarrier:
-    """Buckets as messages of the link's connection, from and into the host's memory."""
+    """Sends buckets as messages of the link's connection, from and to host memory."""
 
     def __init__(self, connection: Connection) -> None:
         self.device, self.sizes = torch.device("cpu"), GLOO_SIZES
@@ -108,7 +108,7 @@ class GlooCarrier:
         return dict.fromkeys(loads, self.sizes.full)
 
     def send(self, messages: Iterable[tuple[int, Bucket]], number: int) -> Begun:
-        # Each begins before the next one is packed.
+        # Each message begins before the next bucket is packed.
         return _Messages([self._connection.send(b.buffer, peer, number, b.name) for peer, b in messages])
 
     def receive(self, messages: Iterable[tuple[int, Bucket]], number: int) -> Begun:
@@ -125,7 +125,7 @@ class _Messages(list[Message]):
 
 
 class MessageTransport:
-    """One rank of a link that sends all bytes of each version. See the module for what is on the wire."""
+    """One rank of a link that sends all bytes of each version. See the module for the protocol."""
 
     def __init__(self, connection: Connection, carrier: Carrier | None = None) -> None:
         self._connection = connection
@@ -133,20 +133,20 @@ class MessageTransport:
         self._cache = BucketCache(connection, self._carrier.device, self._carrier.sizes)
 
     def send(self, version: int, copies: Sequence[Copy], shards: Shards, ready: Tell | None = None) -> int:
-        """Send `copies` out of `shards`; the bytes sent. `ready` is called with the copies of each message just before
-        it is sent, and returns when they may be read. Raises TransportError, or ChecksumError if a peer awaits another
-        version.
+        """Send `copies` of `shards`, and return the bytes sent. `ready` is called with the copies of each message just
+        before it is sent, and returns when they may be read. Raises TransportError, or ChecksumError if a peer awaits
+        another version.
         """
         connection, exchange = self._connection, self._cache.of(copies, shards)
         connection.sync = f"version {version}"
         asks = [connection.receive(torch.empty(len(_ASKED), dtype=torch.int64), peer, 0) for peer in exchange.loads]
-        # No bucket leaves before all peers are at this version: a GPU would spend itself on waiting for them.
+        # Send no bucket before all peers are at this version: a GPU would be busy waiting for them.
         asked, room = {ask.peer: ask.wait() for ask in asks}, self._carrier.room(exchange.loads)
         rounds = self._cache.rounds(exchange, {peer: min(room[peer], int(ask[1])) for peer, ask in asked.items()})
         for header in [connection.send(_header(version, exchange, peer), peer, 0) for peer in asked]:
             header.wait()
         for peer, ask in asked.items():
-            # Only now: the receiver has to see what is sent here, and to fail, too.
+            # Check only after the header is sent: the receiver must see it, and fail, too.
             connection.match(ask[:1], torch.tensor([version]), _ASKED[:1], peer)
 
         def packed(messages: Iterable[tuple[int, Bucket]]) -> Iterator[tuple[int, Bucket]]:
@@ -162,8 +162,9 @@ class MessageTransport:
         return sum(bucket.buffer.nbytes for bucket in sent)
 
     def receive(self, version: int, copies: Sequence[Copy], shards: Shards, arrived: Tell | None = None) -> int:
-        """Write `copies` into `shards`; the bytes received. `arrived` is called with the copies of each message that
-        is in its place. Raises TransportError, or ChecksumError if the peer sends another version or plan.
+        """Receive `copies` into `shards`, and return the bytes received. `arrived` is called with the copies of each
+        message when they are in place. Raises TransportError, or ChecksumError if the peer sends another version or
+        plan.
         """
         connection, exchange = self._connection, self._cache.of(copies, shards)
         connection.sync = f"version {version}"
@@ -174,7 +175,7 @@ class MessageTransport:
             ask.wait()
         given = {header.peer: header.wait() for header in headers}
         rounds = self._cache.rounds(exchange, {peer: min(room[peer], int(said[1])) for peer, said in given.items()})
-        # All headers are compared before any bucket is received: nothing of another version gets into the shadow.
+        # Compare all headers before any bucket is received, so that no data of another version gets into the shadow.
         for peer, said in given.items():
             connection.match(said, _header(version, exchange, peer), _FIELDS, peer)
         received = 0
@@ -197,8 +198,8 @@ Messages = Sequence[tuple[int, Bucket]]
 
 
 def _in_turn(rounds: Mapping[int, Sequence[Round]], begin: Callable[[Messages, int], Begun]) -> Iterator[Bucket]:
-    """Begin round after round. They end in the order in which they began, and the buckets of each are given when it
-    has ended; a staging buffer is of one of them at a time.
+    """Begin the rounds in order, and yield the buckets of each when it has ended, in the same order. Only one round at
+    a time uses a staging buffer.
     """
     begun: deque[tuple[Begun, Messages]] = deque()
 
@@ -224,17 +225,17 @@ def _slots(messages: Messages) -> set[tuple[int, int]]:
 
 @dataclass
 class Staging:
-    """The staging buffers of one peer: `limit` of them that take turns, or as many as there are rounds (None)."""
+    """The staging buffers of one peer: `limit` buffers that take turns; None: one for each round."""
 
     limit: int | None
     buffers: dict[int, Tensor] = field(default_factory=dict)
 
     def slot(self, number: int) -> int:
-        """The staging buffer of the `number`-th round that is packed."""
+        """The staging buffer of the `number`-th staged round."""
         return number if self.limit is None else number % self.limit
 
     def reserve(self, needed: Mapping[int, int], device: torch.device, pinned: bool) -> None:
-        """Have room for so many bytes in each slot. All at once: pinned memory is slow to allocate."""
+        """Make room for the needed bytes in each slot. Allocated at once, since pinned memory is slow to allocate."""
         for slot, nbytes in needed.items():
             if slot not in self.buffers or self.buffers[slot].nbytes < nbytes:
                 self.buffers[slot] = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
@@ -242,8 +243,8 @@ class Staging:
 
 @dataclass(eq=False)
 class Exchange:
-    """What of one buffer goes to, or comes from, each peer: its copies, and their bytes (`loads`). `rounds` are of at
-    most `full` bytes, which the two sides have agreed on."""
+    """What goes to, or comes from, each peer for one buffer: its copies, and their bytes (`loads`). `rounds` have at
+    most `full` bytes, on which the two sides have agreed."""
 
     copies: Sequence[Copy]
     shards: Shards
@@ -258,9 +259,9 @@ def _header(version: int, exchange: Exchange, peer: int) -> Tensor:
 
 
 class BucketCache:
-    """The buckets of a link for each buffer that takes part in syncs: made once and used at each sync. They travel on
-    `device`. They share staging buffers, since a link has one sync at a time; with `reused` false, each round has its
-    own.
+    """The buckets of a link for each buffer that takes part in syncs: made once and used at each sync. Their buffers
+    lie on `device`. They share staging buffers, since a link does one sync at a time; with `reused` false, each round
+    has its own.
     """
 
     def __init__(
@@ -274,7 +275,7 @@ class BucketCache:
         self._staging: dict[int, Staging] = {}
 
     def of(self, copies: Sequence[Copy], shards: Shards) -> Exchange:
-        # By identity: comparing the copies of a large model would take longer than sending a small one.
+        # Compare by identity: comparing the copies of a large model takes longer than sending a small one.
         for known in self._made:
             if known.copies is copies and known.shards is shards:
                 return known
@@ -284,7 +285,7 @@ class BucketCache:
         return self._made[-1]
 
     def rounds(self, exchange: Exchange, full: dict[int, int]) -> dict[int, list[Round]]:
-        """Each peer's rounds of at most so many bytes, the same on both sides of a pair."""
+        """Each peer's rounds of at most `full` bytes; both sides of a pair make the same ones."""
         if exchange.full != full:
             for peer, own in exchange.by_peer.items():
                 staging = self._staging.setdefault(peer, Staging(self._limit))
@@ -311,7 +312,7 @@ def rounds_of(
         turn += any(needed)
         room[slot] = max(room[slot], sum(needed))
         planned.append((slot, messages, pieces, needed))
-    # Copies from a GPU into memory that is not pinned go through a second buffer of the driver's.
+    # Copies from a GPU into unpinned memory would go through a buffer of the driver.
     pinned = device.type == "cpu" and any(shard.tensor.is_cuda for shard in shards.values())
     staging.reserve(room, device, pinned)
     made: list[Round] = []
@@ -328,19 +329,19 @@ def rounds_of(
 
 
 def _staged(pieces: Sequence[Tensor], device: torch.device) -> int:
-    """The bytes of a staging buffer that a message takes; 0 for one that travels from and to where it lies."""
+    """The bytes of a staging buffer that a message needs; 0 if it is sent and received in place."""
     first = pieces[0]
-    # Memory of another device has to be staged.
+    # Memory of another device must be staged.
     if len(pieces) == 1 and first.is_contiguous() and first.device.type == device.type:
         return 0
     return aligned(sum(piece.nbytes for piece in pieces))
 
 
 def divide(copies: Sequence[Copy], itemsizes: Mapping[str, int], sizes: BucketSizes) -> list[list[tuple[Copy, ...]]]:
-    """Divide what goes between two ranks, in order, into rounds of at most `full` bytes, and each round into messages:
-    a large piece is one by itself, and the small ones of a round share one. Pure. `itemsizes` are by tensor.
+    """Divide the copies between two ranks, in order, into rounds of at most `full` bytes, and each round into messages:
+    a large piece is a message of its own, and the small pieces of a round share one. Pure. `itemsizes` are by tensor.
 
-    A copy is cut where a round is full, along its first dimension; finer where a slab of that is more than a round.
+    A copy is split where a round is full, along its first dimension, or along later ones if a slab exceeds a round.
     """
     rounds: list[list[Copy]] = [[]]
     room = sizes.full
@@ -389,10 +390,10 @@ def unpack(bucket: Bucket) -> None:
 
 
 def _places(bucket: Bucket) -> Iterator[tuple[Tensor, Tensor]]:
-    """The bytes of each piece of a staged bucket, with their place in the buffer, in one shape."""
+    """Each piece of a staged bucket, as bytes, with its place in the buffer, in the same shape."""
     start = 0
     for piece in bucket.pieces:
-        # As bytes: the buffer is not aligned for all dtypes. A strided piece gets a dimension for those of an element.
+        # As bytes: the buffer is not aligned for all dtypes. A strided piece gets a dimension for an element's bytes.
         contiguous = piece.dim() and piece.stride(-1) == 1
         as_bytes = (piece if contiguous else piece.unsqueeze(-1)).view(torch.uint8)
         yield as_bytes, bucket.buffer[start : start + piece.nbytes].view(as_bytes.shape)

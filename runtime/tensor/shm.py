@@ -1,9 +1,9 @@
-"""Shared-memory segments of a run, and references to the values that lie in them. No torch: the controller passes
-references on, and the launcher removes the segments of dead runs.
+"""Shared-memory segments of a run, and references to the values in them. No torch: the controller passes references on,
+and the launcher removes the segments of dead runs.
 
 A segment is a file `penstock-<run>-<owner>-<k>`. Its owner keeps an exclusive `flock` on it for as long as it lives.
-The kernel drops the lock with the process, however it died, so that liveness needs no pid, no clock and no lock file.
-A run is dead when none of its segments is locked; `sweep` then removes them all.
+The kernel drops the lock with the process, however it died, so checking liveness needs no pid, clock or lock file. A
+run is dead when none of its segments is locked; `sweep` then removes them all.
 """
 
 import errno
@@ -21,20 +21,20 @@ from penstock.runtime.packable import Packable
 
 SHM = Path("/dev/shm")
 _PREFIX = "penstock-"
-# What `segment_name` makes: no zero byte, which `open` raises ValueError for, and no path.
+# Names that `segment_name` makes: without a zero byte, for which `open` raises ValueError, and without a path.
 _NAME = re.compile(r"penstock-[0-9A-Za-z]+-[\w.~%-]*-[0-9]+", re.ASCII)
-# Bytes that are mapped at a time, and what asks Linux (5.14) for it, to be read or written.
+# Bytes that are mapped at a time, and the `madvise` requests for it (Linux 5.14), for reading or writing.
 PIECE = 16 << 20
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOENT, errno.EACCES, errno.EROFS}
 
 
 class SegmentError(RuntimeError):
-    """No room for a segment, or a segment that is not there or not ours to read."""
+    """There is no room for a segment, or a segment is missing or may not be read."""
 
 
 def segment_name(run: str, owner: str, number: int) -> str:
-    """`owner` is quoted as in a URL, so that a replica's name ("generator/0") is one file name."""
+    """The name of a segment. `owner` is quoted as in a URL, so that "generator/0" becomes a single file name."""
     if not run.isalnum():
         raise ValueError(f"run id: given {run!r}, needed letters and digits")
     return f"{_PREFIX}{run}-{quote(owner, safe='')}-{number}"
@@ -49,8 +49,8 @@ class ShmSegment:
         self.size = size
         self._descriptor = descriptor
         self._map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=prot)
-        # Mapped now: a page fault in the first put of each page costs more than copying the page. By pieces, since no
-        # other thread of Python runs meanwhile, such as a heartbeat: 3 GB took 8 s.
+        # Map all pages now: a page fault costs more than copying the page. In pieces, since no other Python thread,
+        # such as a heartbeat, runs meanwhile: 3 GB took 8 s.
         how = _POPULATE_WRITE if prot & mmap.PROT_WRITE else _POPULATE_READ
         with suppress(OSError):  # an older kernel
             for start in range(0, size, PIECE):
@@ -58,7 +58,7 @@ class ShmSegment:
         self.view = memoryview(self._map)
 
     def close(self) -> None:
-        """Unmap it; the name stays."""
+        """Unmap the segment; its name stays."""
         self.view.release()
         self._map.close()
         os.close(self._descriptor)
@@ -69,7 +69,7 @@ class ShmSegment:
 
 
 def create_segment(name: str, size: int, folders: Sequence[Path]) -> ShmSegment:
-    """A new locked segment of `size` bytes, all of them allocated, in the first folder with room for it."""
+    """A new locked segment of `size` allocated bytes, in the first folder with room for it."""
     refusals = []
     for folder in folders:
         try:
@@ -84,19 +84,19 @@ def create_segment(name: str, size: int, folders: Sequence[Path]) -> ShmSegment:
 
 
 def open_segment(name: str, folders: Sequence[Path], writable: bool = False) -> ShmSegment:
-    """Map an existing segment, to be read or also written. It must be this user's alone."""
+    """Map an existing segment, for reading or also writing. Only this user may have access to it."""
     if not _NAME.fullmatch(name):
         raise SegmentError(f"given {name!r}, needed a segment's name ({_PREFIX}<run>-<owner>-<k>)")
     for folder in folders:
         try:
-            # No links: a name in a folder that all may write to could lead anywhere.
+            # Follow no links: in a folder that all may write to, one could lead anywhere.
             access = os.O_RDWR if writable else os.O_RDONLY
             descriptor = os.open(folder / name, access | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             continue
         facts = os.fstat(descriptor)
         if facts.st_uid != os.geteuid() or facts.st_mode & 0o077 or not facts.st_size:
-            # A file that another user could have made or change is no memory to read values from.
+            # Do not read values from a file that another user could have made or can change.
             os.close(descriptor)
             given = f"user {facts.st_uid}, mode {facts.st_mode & 0o777:o}, {facts.st_size} bytes"
             raise SegmentError(f"segment {name}: given {given}; needed this user's alone, and not empty")
@@ -106,8 +106,8 @@ def open_segment(name: str, folders: Sequence[Path], writable: bool = False) -> 
 
 
 def sweep(run: str | None = None, folders: Sequence[Path] = (SHM,)) -> list[str]:
-    """Remove this user's segments of `run`, whose processes the caller knows to be gone; or, without a run, those
-    of every dead run. The names removed.
+    """Remove this user's segments of `run`, whose processes the caller knows to be gone; without a run, those of every
+    dead run. Return the removed names.
     """
     found: dict[str, list[Path]] = defaultdict(list)
     for folder in folders:
@@ -117,9 +117,8 @@ def sweep(run: str | None = None, folders: Sequence[Path] = (SHM,)) -> list[str]
     for name, paths in found.items():
         if run not in (None, name):
             continue
-        with ExitStack() as held, suppress(OSError):  # alive, or gone meanwhile, or not ours to judge
-            # The locks are held meanwhile, so that an owner that is just creating one of them waits, and sees that it
-            # is gone.
+        with ExitStack() as held, suppress(OSError):  # alive, gone meanwhile, or another user's
+            # Hold the locks until the files are gone: an owner that is just creating one waits, and sees that.
             for path in paths if run is None else ():
                 descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
                 held.callback(os.close, descriptor)
@@ -134,13 +133,13 @@ def sweep(run: str | None = None, folders: Sequence[Path] = (SHM,)) -> list[str]
 def _create(path: Path, size: int) -> ShmSegment:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        # For as long as the process lives: the kernel lets go of it, however the process ends.
+        # Held until the process ends: the kernel then releases it, however the process ended.
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             break
-        os.close(descriptor)  # another run's sweep came between creating and locking: again
+        os.close(descriptor)  # another run's sweep removed the file before it was locked: try again
     try:
-        # Without this, a full file system shows as SIGBUS at the first write instead of as an error here.
+        # Otherwise a full file system would cause SIGBUS at the first write instead of an error here.
         os.posix_fallocate(descriptor, 0, size)
         return ShmSegment(path, descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError:
@@ -159,11 +158,11 @@ def room(folder: Path) -> str:
 
 
 class ObjectRef(Packable, frozen=True):
-    """A value that stays with the worker that made it: `nbytes` at `offset` in a segment of the store of `owner`.
+    """A reference to a value that stays with its maker: `nbytes` at `offset` in a segment of the store of `owner`.
 
-    `serial` is the number that the store gave the value: another one in its place has another. `host` is the owner's,
-    by its name in the plan: readers there map the segment, those of other hosts ask the owner at `endpoint` ("" where
-    there are no other hosts: the owner does not listen).
+    `serial` is the number that the store gave the value; a later value in its place has another. `host` is the owner's,
+    by its name in the plan: readers there map the segment, readers on other hosts ask the owner at `endpoint` ("" if
+    the owner does not listen, since there are no such readers).
     """
 
     segment: str
@@ -185,7 +184,7 @@ def owner_of(replica: str, rank: int) -> str:
 
 
 class ObjectRefError(RuntimeError):
-    """A reference to no value: never made, freed already, damaged on its way, out of reach. The peer's fault: `handle`
-    is the reference, where it is known."""
+    """A reference whose value cannot be read: never made, freed already, damaged, or out of reach. The peer's fault.
+    `handle` is the reference, if known."""
 
     handle: ObjectRef | None = None

@@ -1,11 +1,10 @@
-"""Streams of a GPU on which weights are copied, packed, hashed and sent, beside the ones on which it computes.
+"""GPU streams on which weights are copied, packed, hashed and sent, in parallel with computation.
 
-Kernels of one stream run in the order in which they were given, and those of another are not waited for: in the
-stream of the trainer a transfer would begin when everything is through that was given before it, and the trainer would
-go on behind it. A `SideStream` has its own, of the highest priority. It is tied to the others by events where data
-passes between them, and nowhere else: `beside` for what the thread that computes does itself, `apart` for a thread of
-its own. On a CPU, where everything is over when it returns, the same code runs with torch's streams for CPUs, which do
-nothing.
+Kernels of one stream run in order; kernels of different streams do not wait for each other. In the trainer's stream, a
+transfer would wait for all earlier work, and later work would wait for the transfer. A `SideStream` is a stream of its
+own, with the highest priority. Events order it with other streams only where data passes between them: `beside` for
+work of the computing thread itself, `apart` for work of another thread. On a CPU, where all work is done when a call
+returns, the same code uses torch's CPU streams, which do nothing.
 """
 
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-# What a stream had been given at some time; others can wait for that.
+# The work queued on a stream up to some time; others can wait for it.
 Fence = Any
 _HIGHEST = -1
 
@@ -24,12 +23,12 @@ class SideStream:
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
-        self._stream: Any = None  # made when it is first used: whoever only plans has no device
+        self._stream: Any = None  # made at its first use: a process that only plans has no device
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """What is done in here runs in this stream, after all that the current one has been given; what the current one
-        is given later comes after it.
+        """Run the block's work in this stream: after all work queued on the current stream so far, and before all work
+        that is queued there later.
         """
         current = current_stream(self._device)
         with self.apart(fence(self._device)):
@@ -40,7 +39,7 @@ class SideStream:
 
     @contextmanager
     def apart(self, after: Fence | None = None) -> Iterator[None]:
-        """What is done in here, by this thread, runs in this stream, and after what `after` stands for."""
+        """Run the block's work, of this thread, in this stream, after the work of the fence `after`."""
         if self._stream is None:
             with on_device(self._device):
                 self._stream = streams_of(self._device).Stream(priority=_HIGHEST)
@@ -51,17 +50,17 @@ class SideStream:
 
 
 def streams_of(device: torch.device) -> Any:
-    """What has the streams and events of a device: `torch.cuda`, or `torch.cpu`, whose do nothing."""
+    """The module with the streams and events of a device: `torch.cuda`, or `torch.cpu`, where they do nothing."""
     return torch.get_device_module(device)
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream into which this thread gives its work."""
+    """The stream on which this thread queues its work."""
     return streams_of(device).current_stream(device)
 
 
 def fence(device: torch.device) -> Fence:
-    """What this thread's stream has been given so far."""
+    """A fence for the work queued on this thread's stream so far."""
     event = streams_of(device).Event()
     event.record(current_stream(device))
     return event
@@ -69,14 +68,14 @@ def fence(device: torch.device) -> Fence:
 
 @contextmanager
 def on_stream(stream: Any, device: torch.device) -> Iterator[None]:
-    """This thread gives its work into a stream of `device`, which is its current device meanwhile."""
+    """In the block, this thread queues its work on a stream of `device`, which is its current device."""
     with on_device(device), streams_of(device).stream(stream):
         yield
 
 
 @contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """A thread's current device is the first one until it says another: that of its rank it has to say."""
+    """Make `device` this thread's current device in the block: a new thread's is the first GPU, not its rank's."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             yield

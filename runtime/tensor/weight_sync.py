@@ -1,11 +1,11 @@
-"""One sync of weights, from both sides: publish, send, receive, check, swap.
+"""One sync of weights, on both sides: publish, send, receive, check, swap.
 
-The sending rank's `WeightPublisher` copies the carried value's weights aside (`publish`) and sends that copy to any
-number of replicas, while the optimizer goes on. Replicas may have several ranks, on each of which one of these runs:
-weights go from shard to shard. Two things travel by the control plane, both equal on all ranks of the sender: once,
-the `description` of the weights, from which both sides make the same plan; and the digests of each version, which
-`publish` returns. The receiving rank's `WeightReceiver` fills its shadow while its nodes read the live weights, checks
-what arrived, and swaps when it is told to, between two steps.
+The sending rank's `WeightPublisher` takes a snapshot of the carried value's weights (`publish`) and sends it to any
+number of replicas, while the optimizer goes on. A replica may have several ranks, with one of these objects on each:
+weights go from shard to shard. Two things go by the control plane, both equal on all ranks of the sender: once, the
+`description` of the weights, from which both sides make the same plan; and for each version the digests that `publish`
+returns. The receiving rank's `WeightReceiver` fills its shadow buffer while its nodes read the live weights, checks
+what arrived, and swaps on command, between two steps.
 
     digests = publisher.publish(7)                              # sender, on Publish → Published
     publisher.start(7, transport, ranks, done, mesh)            # sender, on Send
@@ -13,13 +13,13 @@ what arrived, and swaps when it is told to, between two steps.
     receiver.start(7, digests, transport, done)                 # receiver, on Send; done → Arrived
     receiver.swap(7)                                            # receiver, on Swap → Swapped
 
-Invariants: a snapshot that is being sent is not written over; the live weights change in `swap` alone; a version
-arrives once, and later than the live one. On a GPU all of this has streams of its own (`streams`): copying aside comes
-after what computed the weights and before what changes them; what is written into a shadow comes after the steps that
-read it, before the swap that let it go, and before those that will, after the next one.
+Invariants: a snapshot that is being sent is not overwritten; the live weights change only in `swap`; a version arrives
+once, and is newer than the live one. On a GPU all of this has its own streams (`streams`). A snapshot is taken after
+the work that computed the weights, and before the work that changes them. A shadow is written after the steps that read
+it before the last swap, and before the steps that will read it after the next swap.
 
-Where replicas may be lost (`elastic`), a version that is held may be published again, and a receiver may go back to an
-older version, also in place of one that has arrived and is not live.
+If replicas may be lost (`elastic`), a held version may be published again, and a receiver may go back to an older
+version, even if a newer one has arrived and is not live yet.
 """
 
 import threading
@@ -53,7 +53,7 @@ from penstock.runtime.tensor.wire_format import SyncLayouts, converted, rules_to
 
 
 class LocalTransport:
-    """Both sides in one process, taking turns: `send` names its parts, `receive` copies out of them."""
+    """Both sides in one process, taking turns: `send` notes its pieces, `receive` copies them."""
 
     def __init__(self, channel: str) -> None:
         self.channel = channel
@@ -65,7 +65,7 @@ class LocalTransport:
         return sum(piece.nbytes for piece in pieces.values())
 
     def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
-        # What was sent for another version is dropped: its snapshot may be written over by now.
+        # Drop pieces of other versions: their snapshots may be overwritten by now.
         sent, self._sent = self._sent, {}
         total = 0
         for copy in copies:
@@ -81,11 +81,11 @@ class LocalTransport:
 
 
 def source_layout(carried: Carried, ranks: int, add: Add) -> tuple[Layout, Mapping[str, Rule], int]:
-    """How the value's weights lie on its ranks, the rules that receivers cut them by, and the number of a layer's
-    experts, which they may deal out.
+    """The layout of the value's weights on its ranks, the rules by which receivers split them, and the number of a
+    layer's experts, which receivers may divide.
 
-    The ranks tell each other the dtypes (through `add`), since a rank may hold nothing of a tensor. Raises
-    `LayoutError` for what cannot travel, or does not lie as the sharding says.
+    The ranks exchange the dtypes (through `add`), since a rank may hold nothing of a tensor. Raises `LayoutError` for
+    weights that cannot be sent, or that do not match the sharding.
     """
     own = {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in carried.weights().items()}
     if isinstance(carried, Sharded):
@@ -100,7 +100,7 @@ def source_layout(carried: Carried, ranks: int, add: Add) -> tuple[Layout, Mappi
         raise LayoutError(f"sharding over {mesh}: given {mesh.size} ranks, needed the replica's {ranks}")
     if surplus := own.keys() - shapes.keys():
         raise LayoutError(f"weights that the sharding does not name: {', '.join(sorted(surplus))}")
-    # How many ranks say each dtype, added up.
+    # The number of ranks with each dtype.
     votes = [[int(name in own and own[name][1] == dtype) for dtype in ITEMSIZE] for name in shapes]
     found = [
         [dtype for dtype, count in zip(ITEMSIZE, row, strict=True) if count]
@@ -111,24 +111,24 @@ def source_layout(carried: Carried, ranks: int, add: Add) -> tuple[Layout, Mappi
         f"  {name}: {' and '.join(dtypes) or 'on no rank'}" for name, dtypes in said.items() if len(dtypes) != 1
     ]:
         raise LayoutError("\n".join(["the ranks do not hold one dtype of each tensor:", *wrong]))
-    # The sharding names no dtypes: it may be made before the weights are.
+    # The sharding has no dtypes, since it may be made before the weights.
     entries = [(name, tuple(shape), said[name][0]) for name, shape in shapes.items()]
     layout = sharded(entries, mesh, sharding.rules, sharding.stages, experts=sharding.experts)
     return layout, sharding.wanted, sharding.experts
 
 
-# What a sender's weights look like, as JSON: "layout", the format on the "wire", the rules by which receivers want them
-# ("wanted"), how many "experts" a layer has, the mode of their checksums ("proof"), and what the carried value says of
-# them ("about").
+# A sender's weights, as JSON: their "layout", the "wire" format, the rules by which receivers split them ("wanted"),
+# the number of "experts" of a layer, the mode of their checksums ("proof"), and what the carried value says "about"
+# them.
 Description = dict[str, Any]
 
 
 class SyncError(RuntimeError):
-    """A command that does not follow from those before it: a version not held, twice received, or not arrived."""
+    """A command out of order: for a version that is not held, was received already, or has not arrived."""
 
 
 class Moved(NamedTuple):
-    """One rank's part of one sync: bytes, seconds on the wire, and seconds spent on checksums (0 for a sender)."""
+    """One rank's part of one sync: bytes, seconds of the transfer, and seconds of checksums (0 for a sender)."""
 
     version: int
     nbytes: int
@@ -137,12 +137,12 @@ class Moved(NamedTuple):
 
 
 class WeightPublisher:
-    """One rank's copies of a carried value's weights, as of the last `keep` versions published.
+    """One rank's snapshots of a carried value's weights, of the last `keep` published versions.
 
-    The value lies as its `sharding` says if it has one; otherwise each of the `ranks` ranks holds all of it, and the
-    plan shares the sending out. `wire` is one of `wire_format`, "" leaves tensors as `Carried.weights` gives them.
-    `add` sums over the ranks: needed where no rank holds everything. All ranks must publish the same versions in one
-    order. A copy being sent is never written over: one more is made when they all are.
+    The value is sharded as its `sharding` says; without one, each of the `ranks` ranks holds all of it, and the plan
+    divides the sending. `wire` is one of `wire_format`; "" leaves tensors as `Carried.weights` gives them. `add` sums
+    over the ranks; it is needed if no rank holds everything. All ranks must publish the same versions in the same
+    order. A snapshot that is being sent is never overwritten: if all are, one more is made.
     """
 
     def __init__(
@@ -188,15 +188,15 @@ class WeightPublisher:
             "about": dict(carried.about()) if isinstance(carried, Described) else {},
         }
         self._snapshots: list[WeightSnapshot] = []
-        self._published: dict[int, dict[str, int]] = {}  # the digests of those that are held
-        self._sending: Counter[int] = Counter()  # transfers under way, by version
+        self._published: dict[int, dict[str, int]] = {}  # the digests of the held versions
+        self._sending: Counter[int] = Counter()  # transfers in progress, by version
         self._lock = threading.Lock()
         self._copies: dict[Mesh, tuple[Copy, ...]] = {}
 
     def publish(self, version: int, carried: Carried | None = None) -> dict[str, int]:
-        """Copy the weights aside as `version`, in the format of the wire; blocks meanwhile. Returns the digests of the
-        copy by tensor, of those that the mode asks for. `carried` is the value now: an update may return
-        another object than it was given. Raises `ConversionError` for what the format cannot hold.
+        """Take a snapshot of the weights as `version`, in the wire format; blocks meanwhile. Return its digests by
+        tensor, for the tensors that the mode asks for. `carried` is the current value: an update may return another
+        object than it was given. Raises `ConversionError` for weights that the format cannot represent.
         """
         if self._elastic and version in self._published:
             return self._published[version]
@@ -211,13 +211,13 @@ class WeightPublisher:
         return digests
 
     def send(self, version: int, transport: Sending, ranks: int = 1, mesh: Axes | None = None) -> Moved:
-        """Send a published version to a replica on `mesh`, or of `ranks` ranks that each get everything; blocks until
-        it is sent. Raises `LayoutError` before any byte moves.
+        """Send a published version to a replica on `mesh`, or to `ranks` ranks that each get everything; blocks until
+        it is sent. A `LayoutError` is raised before any byte is sent.
         """
         return self._send(self._hold(version), transport, Mesh.of(mesh, ranks))
 
     def start(self, version: int, transport: Sending, ranks: int, done: Done[Moved], mesh: Axes | None = None) -> None:
-        """`send` in the background. The version is held from now on, whatever is published meanwhile."""
+        """`send` in the background. The snapshot is held from now on, whatever is published meanwhile."""
         snapshot, target = self._hold(version), Mesh.of(mesh, ranks)
         in_background(f"send {self.channel} {version}", lambda: self._send(snapshot, transport, target), done)
 
@@ -225,7 +225,7 @@ class WeightPublisher:
         try:
             copies = self._planned(mesh)
             started = time.perf_counter()
-            with self._stream.apart():  # a snapshot is on the device when `publish` returns
+            with self._stream.apart():  # without a fence: a snapshot is complete when `publish` returns
                 nbytes = transport.send(snapshot.version, copies, snapshot.parts)
             return Moved(snapshot.version, nbytes, time.perf_counter() - started, 0.0)
         finally:
@@ -233,8 +233,8 @@ class WeightPublisher:
                 self._sending[snapshot.version] -= 1
 
     def _planned(self, mesh: Mesh) -> tuple[Copy, ...]:
-        """What this rank sends to a replica on `mesh`."""
-        # One object for ever: transports know by its identity which buckets they have made for it.
+        """The copies that this rank sends to a replica on `mesh`."""
+        # Always the same object: transports cache their buckets by its identity.
         with self._lock:  # two replicas may ask at once
             if mesh not in self._copies:
                 self._copies[mesh] = SyncLayouts.of(self.description, mesh).plan.sends(self._rank)
@@ -250,7 +250,7 @@ class WeightPublisher:
             raise SyncError(f"{self.channel}: send version {version}: only {held} are held (keep={self._keep})")
 
     def _free_snapshot(self, version: int) -> WeightSnapshot:
-        """The oldest copy that is neither among the last `keep` (with the new one) nor being sent; else a new one."""
+        """The oldest snapshot that is neither among the last `keep` (with the new one) nor being sent, or a new one."""
         with self._lock:
             by_age = sorted(self._snapshots, key=lambda s: s.version)
             if by_age and by_age[-1].version >= version:
@@ -258,7 +258,7 @@ class WeightPublisher:
             for snapshot in by_age[: max(0, len(by_age) - self._keep + 1)]:
                 if not self._sending[snapshot.version]:
                     del self._sending[snapshot.version]
-                    # Nobody may send it while it is written over.
+                    # It must not be sent while it is overwritten.
                     snapshot.version = -1
                     return snapshot
             self._snapshots.append(WeightSnapshot(self._source, self.layout, self._rank, self._device))
@@ -266,16 +266,16 @@ class WeightPublisher:
 
 
 class WeightReceiver:
-    """One rank's part of a channel's weights: on a `mesh` (axis, size), what its axis "tp" leaves to it of each
-    tensor, by the rules of the sender, and the experts that its axis "ep" deals to it; without a mesh, all of it on
-    each of `ranks` ranks.
+    """One rank's shards of a channel's weights. On a `mesh` (axis, size) these are its part of each tensor over the
+    axis "tp", by the rules of the sender, and its experts of the axis "ep"; without a mesh, each of `ranks` ranks has
+    everything.
 
-    `weights` is one object for ever, changed by `swap` alone: version -1 and no tensors at first. The tensors of the
-    version before are written over by the next sync, so that readers take the mapping anew at each step. `add` sums
+    `weights` is always the same object, and only `swap` changes it; at first it has version -1 and no tensors. The next
+    sync overwrites the tensors of the previous version, so readers must take the mapping again at each step. `add` sums
     over the replica's ranks, as for a publisher; without it each rank must hold everything. `allocate` gives the
-    memory, such as `one_sided.SharedMemory`. Readers get tensors in the sender's dtypes: see `quantise` for what that
-    takes. Unless it `restores` them, readers get what has travelled: elements, and scales by NAME.scale. Those that are
-    `fused` lie one after the other (see `Fusing`).
+    memory, such as `one_sided.SharedMemory`. Readers get tensors in the sender's dtypes (`quantise` says at what cost)
+    or, unless it `restores` them, as they were sent: elements, and scales by NAME.scale. `fused` tensors lie next to
+    each other (see `Fusing`).
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class WeightReceiver:
         self._busy = False
 
     def describe(self, description: Description) -> None:
-        """Say what the sender's weights look like; before the first version. Raises `LayoutError` for another
+        """Set the sender's description of its weights, before the first version. Raises `LayoutError` for another
         description than before."""
         if self.description and self.description != description:
             raise LayoutError(f"{self.channel}: the weights' names, shapes, dtypes or layout changed during the run")
@@ -324,8 +324,8 @@ class WeightReceiver:
         self.weights.about = description["about"]
 
     def receive(self, version: int, digests: Mapping[str, int], transport: Receiving) -> Moved:
-        """Fill the shadow with `version` and compare it with the sender's `digests`; blocks. After an error the live
-        weights are as they were."""
+        """Fill the shadow with `version` and compare it with the sender's `digests`; blocks. An error does not change
+        the live weights."""
         self._begin(version)
         return self._receive(version, digests, transport)
 
@@ -335,7 +335,7 @@ class WeightReceiver:
         in_background(f"receive {self.channel} {version}", lambda: self._receive(version, digests, transport), done)
 
     def swap(self, version: int) -> None:
-        """Make the version that arrived live; the caller is between two steps of whatever reads `weights`."""
+        """Make the version that arrived live. Call it between two steps of the readers of `weights`."""
         if self._arena is None or self._arrived != version:
             raise SyncError(f"{self.channel}: swap to version {version}: {self._state()}")
         if self._filled is not None:
@@ -346,11 +346,11 @@ class WeightReceiver:
         live = self._arena.live
         restored = self._restorer.swap(live) if self._restorer else None
         self.weights.tensors = restored or {name: part.tensor for name, part in live.items()}
-        # Last: a reader that sees the version sees its tensors.
+        # Set the version last: a reader that sees it also sees its tensors.
         self.weights.version = version
 
     def _begin(self, version: int) -> None:
-        """Nothing may be written into a shadow that is in use, or that is about to go live."""
+        """Check that the shadow may be written: that it is neither in use, nor (unless `elastic`) about to go live."""
         late = self._arrived is not None or version < self.weights.version
         if not self.description or self._busy or version == self.weights.version or (late and not self._elastic):
             raise SyncError(f"{self.channel}: receive version {version}: {self._state()}")
@@ -371,7 +371,7 @@ class WeightReceiver:
             names = ", ".join(sorted(digests.keys() ^ set(needed)))
             raise ChecksumError(f"{self.channel}: version {version}: a proof ({mode}) that differs in {names}")
         started = time.perf_counter()
-        # Into the shadow: the live weights are being read.
+        # Into the shadow, since the live weights are being read.
         nbytes = transport.receive(version, self._copies, arena.shadow)
         arrived = time.perf_counter()
         checksums.check(arena.shadow, digests, version, self._sides())
@@ -382,7 +382,7 @@ class WeightReceiver:
         return Moved(version, nbytes, arrived - started, proved - arrived)
 
     def _prepared(self) -> tuple[DoubleBuffer, Checksums]:
-        """The arena, and what checks it; made for the first version."""
+        """The buffers and their checksums; made for the first version."""
         if self._arena is None or self._checksums is None:
             layouts, wire = SyncLayouts.of(self.description, self.mesh), self.description["wire"]
             self._copies, target = layouts.plan.receives(self._rank), layouts.received
@@ -407,7 +407,7 @@ class WeightReceiver:
 def sync_in_process(
     publisher: WeightPublisher, receiver: WeightReceiver, version: int, digests: Mapping[str, int]
 ) -> Moved:
-    """Send and receive in one process and one thread: the same plan, the same checksums, one copy."""
+    """Send and receive in one process and one thread, with the same plan and checksums, and a single copy."""
     transport = LocalTransport(receiver.channel)
     publisher.send(version, transport, mesh=receiver.mesh.axes)
     return receiver.receive(version, digests, transport)

@@ -1,14 +1,14 @@
-"""The format in which each tensor of a weight channel travels, and the layouts that follow from it. Pure, no torch:
-`quantise` does the work.
+"""The format in which each tensor of a weight channel is sent, and the layouts that follow from it. Pure, no torch:
+`quantise` does the conversion.
 
-A wire format is a dtype of floats, or one of `FORMATS`, which quantise: a matrix [out, in] then travels as two logical
-tensors like any others, NAME in eight bits and NAME.scale in float32, with a scale per row, [out], or per block,
-[out / 128, in / 128] rounded up. A rank holds the scales of the rows or blocks that its region touches, so that plan
-and checksums need to know nothing of it.
+A wire format is a dtype of floats, or one of `FORMATS`, which quantise. A matrix [out, in] is then sent as two ordinary
+logical tensors: NAME in eight bits, and NAME.scale in float32, with a scale per row, [out], or per block,
+[out / 128, in / 128] rounded up. A rank holds the scales of the rows or blocks that its region touches, so plan and
+checksums need not know about quantisation.
 
-A receiving replica's layout (`target_layout`) and plan (`SyncLayouts`) follow from its mesh and what the sender says of
-its weights as JSON: the layout, the rules by which a replica with an axis "tp" splits the tensors, and the number of a
-layer's experts, which one with an axis "ep" deals out.
+A receiving replica's layout (`target_layout`) and plan (`SyncLayouts`) follow from its mesh and the sender's
+description of its weights, as JSON: the layout, the rules by which a replica with an axis "tp" splits the tensors, and
+the number of a layer's experts, which a replica with an axis "ep" divides among its ranks.
 """
 
 from collections import Counter
@@ -29,10 +29,10 @@ from penstock.runtime.tensor.layout import (
 )
 from penstock.runtime.tensor.reshard import ReshardPlan, distinct_regions, reshard
 
-# What the name of a matrix's scales ends with.
+# The suffix of the name of a matrix's scales.
 SCALE = ".scale"
 
-# Matrices whose name has one of these in it are not quantised: embeddings, norms, heads over words or values, and the
+# Matrices with one of these in their names are not quantised: embeddings, norms, heads over words or values, and the
 # routers of experts, which are small and whose choices would change.
 KEPT = ("embed", "norm", "head", "score", "mlp.gate.")
 
@@ -41,8 +41,8 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Eight-bit elements of `dtype`, the largest of which is `limit`, times a scale: that of the row, or of the
-    block × block elements if `block` is not 0. Blocks count from the first element of the whole matrix.
+    """Eight-bit elements of `dtype`, with magnitudes up to `limit`, times a scale: that of their row, or of their
+    block × block elements if `block` is not 0. Blocks begin at the first element of the whole matrix.
     """
 
     dtype: str
@@ -71,9 +71,9 @@ FORMATS = {
 
 
 def converted(layout: Layout, wire: str) -> Layout:
-    """The layout that travels: `layout` as it is if `wire` is ""; floats in the dtype `wire`; or, if that is one of
-    `FORMATS`, each matrix that `quantises` as elements and scales. Tensors of integers stay. Raises `LayoutError` for
-    an unknown format, and for names that would be there twice.
+    """The layout that is sent: `layout` itself if `wire` is ""; floats in the dtype `wire`; or, if `wire` is one of
+    `FORMATS`, each matrix that `quantises` as elements and scales. Integer tensors do not change. Raises `LayoutError`
+    for an unknown format, and for names that would occur twice.
     """
     if not wire:
         return layout
@@ -84,7 +84,7 @@ def converted(layout: Layout, wire: str) -> Layout:
     held: dict[int, Holding] = {}
     for t, index in zip(layout.tensors, layout.signatures[1], strict=True):
         if format and quantises(t):
-            # Once for each signature: a list of regions grows with the ranks.
+            # Once per signature: lists of regions grow with the number of ranks.
             if index not in held:
                 held[index] = scale_holding(t.held, t.shape, format)
             found.append(replace(t, dtype=format.dtype))
@@ -98,15 +98,15 @@ def converted(layout: Layout, wire: str) -> Layout:
 
 
 def quantises(t: TensorLayout) -> bool:
-    """Whether a tensor is quantised where the wire format quantises: a non-empty matrix of floats without any of
-    `KEPT` in its name."""
+    """True if a wire format that quantises quantises this tensor: a non-empty matrix of floats without any of `KEPT` in
+    its name."""
     matrix = len(t.shape) == 2 and 0 not in t.shape and t.dtype in FLOATS
     return matrix and not any(word in t.name for word in KEPT)
 
 
 def cut_through(held: Holding, shape: tuple[int, ...], format: Format) -> bool:
-    """Whether some row or block lies in several regions of this holding, so that their holders have to agree on its
-    scale. The same answer on every rank.
+    """True if any row or block lies in several regions of this holding, so that their holders must agree on its scale.
+    Equal on every rank.
     """
     distinct = distinct_regions(held, shape)
     touched = sum(format.scales(distinct.region(index)).size for index in range(len(distinct.ranks)))
@@ -114,16 +114,16 @@ def cut_through(held: Holding, shape: tuple[int, ...], format: Format) -> bool:
 
 
 def scale_holding(held: Holding, shape: tuple[int, ...], format: Format) -> ListedRegions:
-    """Who holds which scales."""
+    """Which rank holds which scales."""
     edges = held.edges(shape)
     rows = zip(edges.ranks.tolist(), edges.start.tolist(), edges.stop.tolist(), strict=True)
     return ListedRegions(tuple(dict.fromkeys((rank, format.scales(Region(tuple(a), tuple(b)))) for rank, a, b in rows)))
 
 
 def target_layout(source: Layout, wanted: Mapping[str, Rule], mesh: Mesh, experts: int) -> Layout:
-    """The same tensors on a receiving replica: cut over its axis "tp" by the rules, each of a layer's `experts` at one
-    place of its axis "ep", whole over any other; whole on each rank if there are no rules and no experts."""
-    # Nothing else cuts a receiver's weights: over other axes each rank reads all of them.
+    """The same tensors on a receiving replica: split over its axis "tp" by the rules, each of a layer's `experts` at
+    one place of its axis "ep", whole over any other axis; whole on each rank if there are no rules and no experts."""
+    # Other axes do not split a receiver's weights.
     own = {TENSOR, EXPERT} if experts else {TENSOR}
     axes = tuple((name if name in own and size > 1 else f"{name} (whole)", size) for name, size in mesh.axes)
     tensors = [(t.name, t.shape, t.dtype) for t in source.tensors]
@@ -131,7 +131,7 @@ def target_layout(source: Layout, wanted: Mapping[str, Rule], mesh: Mesh, expert
 
 
 class SyncLayouts(NamedTuple):
-    """What the sender sends, what a replica receives, and what its readers have: the same in their own dtypes."""
+    """The layouts of what is sent, of what a replica receives, and of what its readers get, in their own dtypes."""
 
     sent: Layout
     received: Layout
@@ -139,7 +139,7 @@ class SyncLayouts(NamedTuple):
 
     @staticmethod
     def of(description: Mapping[str, Any], mesh: Mesh) -> "SyncLayouts":
-        """From a sender, whose description of its weights this is (`weight_sync`), to a replica on `mesh`."""
+        """The layouts from a sender, with this description of its weights (`weight_sync`), to a replica on `mesh`."""
         source, wire = Layout.from_json(description["layout"]), description["wire"]
         wanted = {key: None if rule is None else (rule[0], rule[1]) for key, rule in description["wanted"].items()}
         read = target_layout(source, wanted, mesh, description["experts"])
