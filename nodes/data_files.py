@@ -1,15 +1,18 @@
 """Rows of data from a file, a directory or the Hugging Face Hub, and the prompts, answers and responses in them.
 
-`--data` is the path of a JSONL or parquet file, of a directory of such files or one that `save_to_disk` of `datasets`
-has written, or OWNER/NAME[:CONFIG][@REVISION] on the Hub. Parquet, `save_to_disk` and the Hub need the extra `data`.
+`--data` is the path of a JSONL or parquet file, the former perhaps packed by gzip, of a directory of such files or one
+that `save_to_disk` of `datasets` has written, or OWNER/NAME[:CONFIG][@REVISION] on the Hub. Parquet, `save_to_disk` and
+the Hub need the extra `data`.
 A fault of a row is a `DataError` that begins with its place, "FILE:LINE" or "FILE, row N".
 
 A file of a directory belongs to the split in its name: `test.jsonl`, `data/train-00000-of-00004.parquet`. Without one
 it belongs to "train". The split to read is `--data-split`, or else "train", or the only one.
 """
 
+import gzip
 import json
 import re
+import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
@@ -25,8 +28,9 @@ from penstock.nodes.tokenizer import Message, conversation
 # OWNER/NAME on the Hub, with a configuration and a revision.
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SUFFIXES = (".jsonl", ".json", ".parquet")
-_FORMATS = "an object per line (.jsonl), an array of objects (.json), or .parquet; other formats are not read"
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
+_FORMATS = "an object per line (.jsonl), an array of objects (.json), both perhaps .gz, or .parquet; no other is read"
+_GZIP = b"\x1f\x8b"
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 # The suffix of a shard's name; older ones end with a part of a digest.
 _SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}(?:-[0-9a-f]{16})?$")
@@ -242,12 +246,16 @@ def open_table(context: Context) -> Table:
             raise DataError(f"{data}: cannot be read: {type(error).__name__}: {error}; needed {needed}") from error
     if path.is_dir():
         files: dict[str, list[Path]] = {}
-        for file in sorted(file.relative_to(path) for file in path.rglob("*") if file.suffix in _SUFFIXES):
+        for file in sorted(file.relative_to(path) for file in path.rglob("*") if file.name.endswith(_SUFFIXES)):
             if file.name not in _ABOUT and not any(part.startswith(".") for part in file.parts):
                 files.setdefault(_split_of(file), []).append(path / file)
         if not files:
             raise DataError(f"{data}: given a directory without one of {', '.join(_SUFFIXES)}, needed a file of rows")
         _, chosen = _chosen(files, wanted, data, flag)
+        names: dict[Path, Path] = {}
+        for file in chosen:
+            if (same := names.setdefault(_bare(file), file)) != file:
+                raise DataError(f"{data}: given {same.name} and {file.name}, needed one of them: the same rows twice?")
         return Table([row for file in chosen for row in _file_rows(file)], data)
     return _hub_table(data, wanted, flag)
 
@@ -297,11 +305,17 @@ def _numbered(rows: Iterable[Mapping[str, Any]], place: str) -> list[DataRow]:
     return [DataRow(f"{place}, row {number}", fields) for number, fields in enumerate(rows, 1)]
 
 
+def _bare(file: Path) -> Path:
+    """A file's path without its suffixes."""
+    return file.with_name(file.name.removesuffix(".gz")).with_suffix("")
+
+
 def _split_of(file: Path) -> str:
-    stem = _SHARD.sub("", file.stem)
-    if stem != file.stem:
+    file = _bare(file)
+    stem = _SHARD.sub("", file.name)
+    if stem != file.name:
         return stem
-    words = re.split(r"[^a-zA-Z]+", str(file.with_suffix("")).lower())
+    words = re.split(r"[^a-zA-Z]+", str(file).lower())
     return next((word for word in reversed(words) if word in _SPLITS), "train")
 
 
@@ -328,13 +342,14 @@ def _file_rows(path: Path) -> Iterator[DataRow]:
             yield from _numbered(_library("pyarrow.parquet", str(path)).read_table(path).to_pylist(), str(path))
             return
         content = path.read_bytes()
+        content = gzip.decompress(content) if content.startswith(_GZIP) else content
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, EOFError, zlib.error) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path}: cannot be read: {error}") from error
-    if path.suffix == ".json" and content.removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
+    if path.name.removesuffix(".gz").endswith(".json") and content.removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
         yield from _array_rows(path, content)
         return
     for number, line in enumerate(content.splitlines(), 1):

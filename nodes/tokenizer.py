@@ -80,6 +80,8 @@ class Tokenizer:
         self.backend, self.stops, self.pad, self.template = backend, tuple(stops), pad, template
         self.special = special or {}
         self._unknown = backend.token_to_id(UNKNOWN)
+        # Roles of conversations whose messages the template is known to have in its text.
+        self._said = set[tuple[str, ...]]()
 
     @property
     def eos(self) -> int:
@@ -111,6 +113,8 @@ class Tokenizer:
         if messages and roles != ("user",):
             if self.template is None:
                 raise TokenizerError(f"given chat messages of {', '.join(roles)}, needed a model with a chat template")
+            if roles not in self._said:
+                self._require_said(roles)
             return self._encode(self.render(*(message["content"] for message in messages), roles=roles))
         if self.template is None:
             return self._encode(text, begins=True, plain=plain)
@@ -120,6 +124,16 @@ class Tokenizer:
             before, after = map(self._encode, around)
             return [*before, *self._encode(text, plain=True), *after]
         return self._encode(self.render(text), plain=plain)
+
+    def _require_said(self, roles: tuple[str, ...]) -> None:
+        """Raises TokenizerError if the chat template leaves the text of a message out, as many do with a role that they
+        do not know."""
+        marks = [f"@@{number}@@" for number in range(len(roles))]
+        text = self.render(*marks, roles=roles)
+        if lost := [role for role, mark in zip(roles, marks, strict=True) if mark not in text]:
+            given = f"chat messages of {', '.join(roles)}, of which the chat template leaves {lost[0]!r} out"
+            raise TokenizerError(f"given {given}, needed roles that it knows")
+        self._said.add(roles)
 
     def bound(self, text: str) -> float:
         """An upper bound on the tokens of `encode_prompt`, for the cost of counting bytes: each token encodes at least

@@ -1,5 +1,6 @@
 """Rows of files, directories and data sets: splits, fields, chat messages, and what is told of faulty ones."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -39,6 +40,11 @@ def array(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.write_text(json.dumps(list(rows), indent=1), encoding="utf-8-sig")  # with the mark that some editors put there
 
 
+def packed(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    (array if path.suffixes[0] == ".json" else jsonl)(path, rows)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+
+
 def parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
@@ -67,7 +73,10 @@ def prompts(context: Context) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     ("name", "write"),
-    [("d.jsonl", jsonl), ("d.json", array), ("d.parquet", parquet), ("saved", saved), ("shards", shards)],
+    [
+        *(("d.jsonl", jsonl), ("d.json", array), ("d.jsonl.gz", packed), ("d.json.gz", packed)),
+        *(("d.parquet", parquet), ("saved", saved), ("shards", shards)),
+    ],
 )
 def test_rows_are_the_same_whatever_they_are_kept_in(tmp_path: Path, name: str, write: Any) -> None:
     write(tmp_path / name, ROWS)
@@ -80,6 +89,11 @@ def test_rows_are_the_same_whatever_they_are_kept_in(tmp_path: Path, name: str, 
 def split_files(path: Path) -> None:
     jsonl(path / "train.jsonl", ROWS)
     jsonl(path / "test.jsonl", TEST)
+
+
+def split_packed(path: Path) -> None:
+    packed(path / "train-00000-of-00001.jsonl.gz", ROWS)
+    packed(path / "test.json.gz", TEST)
 
 
 def split_shards(path: Path) -> None:
@@ -104,7 +118,7 @@ def split_sets(path: Path) -> None:
     datasets.DatasetDict(sets).save_to_disk(path)
 
 
-@pytest.mark.parametrize("write", [split_files, split_shards, split_old_shards, split_sets])
+@pytest.mark.parametrize("write", [split_files, split_packed, split_shards, split_old_shards, split_sets])
 def test_a_split_is_chosen_and_another_one_measured_on_whole(tmp_path: Path, write: Any) -> None:
     write(tmp_path)
     train = Context(node="prompts", data=str(tmp_path), eval_split="test")
@@ -242,6 +256,19 @@ def test_chat_messages_and_a_system_message_go_through_the_chat_template(tmp_pat
     assert prompts(replace(context, data=str(tmp_path / "one.jsonl"))) == [("Hi", "4")]
 
 
+def test_a_message_that_the_chat_template_leaves_out_is_refused_by_its_role() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.template = (
+        "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}<{{ m.role }}>{{ m.content|trim }}{% endif %}"
+        "{% endfor %}"
+    )
+    said = tokenizer.encode_prompt(conversation([*CHAT[:-1], {"role": "user", "content": " 2+2? "}]))
+    assert tokenizer.decode(said) == "<user>Hi<assistant>Hello<user>2+2?"
+    for role in ("system", "human"):
+        with pytest.raises(TokenizerError, match=rf"given chat messages of {role}, user.*leaves '{role}' out"):
+            tokenizer.encode_prompt(conversation([{"role": role, "content": "x"}, *CHAT[:1]]))
+
+
 @pytest.mark.parametrize("text", ["Hi", '[{"role": "user"}]', '[{"role": "x", "content": 3}]', '[{"role": "'])
 def test_a_text_that_is_no_messages_is_the_users(text: str) -> None:
     assert messages_of(text) == [{"role": "user", "content": text}]
@@ -299,6 +326,21 @@ def test_a_file_of_another_format_is_refused_with_the_formats_that_are_read(tmp_
     (tmp_path / name).write_text("question,answer\n1+1?,2\n")
     with pytest.raises(DataError, match=rf"{name}:1: given a line that is not JSON.*\.jsonl.*\.json.*\.parquet"):
         open_prompts(Context(data=str(tmp_path / name)))
+
+
+def test_a_packed_file_that_is_cut_and_rows_that_are_there_twice_are_refused(tmp_path: Path) -> None:
+    packed(tmp_path / "train.jsonl.gz", ROWS)
+    whole = (tmp_path / "train.jsonl.gz").read_bytes()
+    for content in (whole[:-9], whole[:20] + bytes(40)):
+        (tmp_path / "cut.jsonl.gz").write_bytes(content)
+        with pytest.raises(DataError, match=r"cut\.jsonl\.gz: cannot be read"):
+            open_prompts(Context(data=str(tmp_path / "cut.jsonl.gz")))
+    (tmp_path / "cut.jsonl.gz").unlink()
+    for name, write in (("train.jsonl", jsonl), ("train.parquet", parquet)):
+        write(tmp_path / name, ROWS)
+        with pytest.raises(DataError, match=r"given train\.jsonl\S* and train\.\S+, needed one of them"):
+            open_prompts(Context(data=str(tmp_path)))
+        (tmp_path / name).unlink()
 
 
 def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
