@@ -188,7 +188,7 @@ class Driver:
         while monotonic() < until:
             messages = self.server.receive(TICK)
             if late := self.server.tracker.late(monotonic()):
-                raise RuntimeError(f"no sign of life from {', '.join(late)}")
+                raise RuntimeError(f"no heartbeat from {', '.join(late)}")
             found = [_done(r.event) for _, m in messages if isinstance(m, Results) for r in m.results]
             if found:
                 return found

@@ -58,7 +58,7 @@ class DoctorFlags(OutputFlags):
     measure: bool = False
     """Measure this machine, for `penstock plan --cluster this`."""
     out: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: in the cache)")] = ""
-    """Where to write what was measured, as a cluster file."""
+    """With --measure: the cluster file to write."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -58,7 +58,7 @@ class Enrolled:
         try:
             came = self.desk.wait(self.agents.slots, seconds, self.agents.poll, tell, fewest=fewest)
         except EnrolmentError as error:
-            self.reason = "not all agents came in time"
+            self.reason = "not all agents joined in time"
             raise CommandError("\n".join(filter(None, [str(error), self.agents.lacking()]))) from None
         if came < total:
             self.desk.reserve(total - came)

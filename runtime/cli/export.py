@@ -41,13 +41,13 @@ class ExportFlags(OutputFlags, FolderFlags):
       penstock export runs/aipo-20250304-050607 --to dcp --out /data/step-150"""
 
     out: Annotated[str, Shown("DIR")]
-    """Where it goes: a new or empty folder."""
+    """The folder to write, new or empty."""
     to: Literal["dcp", "dcp-safetensors", "merged"] = "dcp"
-    """The format."""
+    """Format of the export."""
     value: str = "policy"
-    """The carried value."""
+    """The carried value to export."""
     update: Annotated[int | None, Shown("INT", "the newest")] = None
-    """The update before which the checkpoint was made."""
+    """Number of the checkpoint: updates that were done."""
 
 
 def main(argv: Sequence[str]) -> int:

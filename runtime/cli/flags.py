@@ -42,6 +42,7 @@ Field = tuple[str, Any, Any]
 ELSEWHERE = ("kubernetes",)
 # The value of --model for an untrained model, and of --plan to plan nothing.
 NEW, NO_PLAN = "new", "none"
+HELP = frozenset({"-h", "--help"})
 AS_PROGRAM = Shown("{int8,fp8}", "as the program says")
 
 
@@ -110,7 +111,7 @@ def read_flags(
     if said := unknown_flags(argv, names, command, about=about, fixed=fixed):
         raise CommandError(said, 2)
     with fitting_help():
-        flags = tyro.cli(readable(cls), prog=command, description=inspect.getdoc(cls), args=argv, config=config)
+        flags = tyro.cli(readable(cls, argv), prog=command, description=inspect.getdoc(cls), args=argv, config=config)
     with usage_errors():
         check_limits(flags)
     return flags
@@ -147,13 +148,25 @@ def fitting_help() -> Iterator[None]:
             sys.stdout.write(f"{fitting(held.getvalue())}\n")
 
 
-def readable(cls: type[F]) -> type[F]:
-    """The class of flags with `Shown` translated for tyro, which reads the help from the fields' docstrings."""
+def readable(cls: type[F], argv: Sequence[str]) -> type[F]:
+    """The class of flags with `Shown` translated for tyro, and the fields' docstrings if `argv` asks for help."""
+    docstrings = _docstrings(cls) if HELP.intersection(argv) else {}
     found: list[Field] = []
     for name, hint in get_type_hints(cls, include_extras=True).items():
-        if shown := annotation(cls, name, Shown):
-            found.append((name, Annotated[hint, _argument(shown)], cls.__dataclass_fields__[name]))  # type: ignore[attr-defined]
+        shown = annotation(cls, name, Shown)
+        if shown or name in docstrings:
+            argument = _argument(shown, docstrings.get(name))
+            found.append((name, Annotated[hint, argument], cls.__dataclass_fields__[name]))  # type: ignore[attr-defined]
     return _extended(cls, found)
+
+
+def _docstrings(cls: type) -> dict[str, str]:
+    """The docstrings of a dataclass's fields, each as one line: tyro itself keeps the line breaks of the source."""
+    import docstring_parser
+
+    bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
+    found = [each for base in bases for each in docstring_parser.parse_from_object(base).params]
+    return {each.arg_name: " ".join((each.description or "").split()) for each in found}
 
 
 def as_typed(value: object) -> str:
@@ -188,7 +201,9 @@ def changes(flags: object) -> dict[str, Any]:
     return {name: value for name, value in vars(flags).items() if name in names and value is not None}
 
 
-def _argument(shown: Shown, help: str | None = None) -> object:
+def _argument(shown: Shown | None, help: str | None = None) -> object:
+    if shown is None:
+        return tyro.conf.arg(help=help)
     hint = f"(default: {shown.default})" if shown.default else ""
     return tyro.conf.arg(metavar=shown.metavar, help=help, help_behavior_hint=hint)
 
@@ -210,10 +225,10 @@ class FolderFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFlags:
-    """Flags of every verb that tells something"""
+    """Flags of every verb with a result"""
 
     json: bool = False
-    """The result as one JSON object, after all the other output."""
+    """Print the result as one JSON object, after all other output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +236,7 @@ class ProgramFlags(OutputFlags):
     """Flags of every verb that takes a PROGRAM"""
 
     config: Annotated[str, Shown("FILE", "none")] = ""
-    """Flags from a TOML file; those on the command line win."""
+    """A TOML file with flags; those on the command line take precedence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,19 +244,19 @@ class StartFlags(OutputFlags):
     """Flags of every verb that starts a run"""
 
     in_process: bool = False
-    """Everything in one process and one thread, for a debugger: breakpoint() in a node stops there."""
+    """Run in one process and one thread, for a debugger: breakpoint() in a node works."""
     plain: bool = False
-    """Plain lines instead of the live display."""
+    """Print plain lines instead of the live display."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFlags:
-    """Flags of every verb that says where a run is to be"""
+    """Flags of every verb that places a run"""
 
     cluster: Annotated[str, Shown("FILE", "this machine")] = ""
-    """Hosts with their cores and devices, in TOML: docs/cluster-file.md has examples and all keys."""
-    plan: Annotated[str, Shown("FILE", "made for the GPUs that there are")] = ""
-    """A plan that `penstock plan … --out FILE` wrote, exactly as it is; "none" plans nothing."""
+    """A TOML file of hosts with their cores and devices (docs/cluster-file.md)."""
+    plan: Annotated[str, Shown("FILE", "made for the GPUs of the run")] = ""
+    """Run exactly the plan that `penstock plan … --out FILE` wrote; "none": without a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,18 +266,18 @@ class AgentsFlags(StartFlags):
     on: Annotated[
         Literal["", "agents", "kubernetes", "ray", "slurm"], Shown("{agents,kubernetes,ray,slurm}", "this machine")
     ] = ""
-    """Who starts the run's agents, one on each host: agents, you (`penstock agent --ticket RUN/ticket.json`);
-    kubernetes, a JobSet that `penstock run` creates, with the whole run in it (docs/kubernetes.md); ray, the Ray
-    cluster of RAY_ADDRESS, or the one that this machine is part of (docs/ray.md); slurm, srun on the nodes of the
-    allocation that this command is in (docs/slurm.md)."""
-    agents: Annotated[Positive | None, Shown("N", "all that there are")] = None
-    """With --on, how many agents the run has."""
+    """Who starts the run's agents, one per host. agents: you, by `penstock agent --ticket RUN/ticket.json`; slurm: srun
+    on the nodes of this allocation (docs/slurm.md); ray: the Ray cluster of RAY_ADDRESS or of this machine
+    (docs/ray.md); kubernetes: a JobSet that `penstock run` creates and that holds the whole run
+    (docs/kubernetes.md)."""
+    agents: Annotated[Positive | None, Shown("N", "one per node")] = None
+    """With --on: number of agents of the run."""
     bind: Annotated[str, Shown("HOST:PORT", "loopback, any port")] = ""
-    """With --on, where agents reach this machine: a host name or an IP address, and the first of two ports."""
+    """With --on: where agents reach this machine, as a host name or IP address and the first of two ports."""
     ticket_keys: Annotated[str, Shown("FILE", "new ones")] = ""
-    """With --on, the keys of the ticket, so that one ticket is good for all starts of a job."""
-    place: Annotated[tuple[str, ...], Shown("POOL=AGENTS …", "the generator on all but the first")] = ()
-    """With --on, agents of a pool by their numbers, such as trainer=0-1 generator=2,3."""
+    """With --on: a file with the ticket's keys, so that one ticket serves all starts of a job."""
+    place: Annotated[tuple[str, ...], Shown("POOL=AGENTS …", "the generator on all agents but the first")] = ()
+    """With --on: numbers of the agents of each pool, such as trainer=0-1 generator=2,3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,26 +285,25 @@ class SubmitFlags:
     """Flags of a run that is handed to a cluster manager"""
 
     submit: bool = False
-    """With --on slurm, hand the run over as a batch job, and follow it. Behind a -- stand options of sbatch, such as
-    --nodes 4 --gpus-per-node 8, or --array 0-4 for a run with each of these seeds."""
+    """With --on slurm: submit the run as a batch job, and follow it. Options of sbatch come after a --, such as --nodes
+    4 --gpus-per-node 8, or --array 0-4 for one run per seed."""
     dry_run: bool = False
-    """Print what a cluster manager would be given, and give it nothing: with --on slurm --submit, the batch script;
-    with --on kubernetes, manifests for `kubectl apply -f -`, which have a secret."""
+    """Only print what would be submitted: with --on slurm --submit the batch script; with --on kubernetes the manifests
+    for `kubectl apply -f -`, which hold a secret."""
     image: Annotated[str, Shown("IMAGE", "none")] = ""
-    """With --on kubernetes, the container image, which has penstock and the program."""
+    """With --on kubernetes: the container image, with penstock and the program in it."""
     claim: Annotated[str, Shown("NAME", "none")] = ""
-    """With --on kubernetes, the PersistentVolumeClaim that all Pods mount as /runs: the run folder is there."""
+    """With --on kubernetes: the PersistentVolumeClaim that all Pods mount as /runs, for the run folder."""
     namespace: Annotated[str, Shown("NAME", "that of kubectl's context")] = ""
-    """With --on kubernetes, the namespace."""
+    """With --on kubernetes: the namespace."""
     env_secret: Annotated[str, Shown("NAME", "none")] = ""
-    """With --on kubernetes, a Secret whose keys are environment variables of all Pods, such as HF_TOKEN and
-    WANDB_API_KEY."""
+    """With --on kubernetes: a Secret whose keys become environment variables of all Pods, such as HF_TOKEN."""
     gpus_per_agent: Count = 0
-    """With --on kubernetes, GPUs (nvidia.com/gpu) of each agent's Pod."""
+    """With --on kubernetes: GPUs (nvidia.com/gpu) of each agent's Pod."""
     cpus_per_agent: Positive = 2
-    """With --on kubernetes, CPUs of each agent's Pod."""
+    """With --on kubernetes: CPUs of each agent's Pod."""
     memory_per_agent: Annotated[str, Shown("QUANTITY")] = "8Gi"
-    """With --on kubernetes, memory of each agent's Pod, with what it has in /dev/shm."""
+    """With --on kubernetes: memory of each agent's Pod, its /dev/shm included."""
 
 
 @dataclass(frozen=True)
@@ -299,8 +313,8 @@ class RunFlags(SubmitFlags, AgentsFlags, MachineFlags, ProgramFlags, RunOptions)
     out: Annotated[str, Shown("DIR", "runs/PROGRAM-DATE-TIME")] = ""
     """The run folder: new or empty."""
     resume: Literal["never", "auto"] = "never"
-    """auto: go on with the run in --out where its last checkpoint is, if this command line has begun one there; so one
-    command is for a job's first start and for all others."""
+    """auto: continue the run in --out from its last checkpoint, if this command line has started one there. So one
+    command serves the first start of a job and all restarts."""
 
     def options(self, model: str) -> RunOptions:
         """Only the run's options, with a model directory ("" or "new": untrained)."""
@@ -313,11 +327,11 @@ class ShowFlags(ProgramFlags):
     """Flags of show"""
 
     format: Literal["text", "mermaid", "svg", "json"] = "text"
-    """text reads like the program; json loads back equal."""
+    """Format of the output: text reads like the program; json can be loaded back."""
     evaluation: bool = False
-    """The program's evaluation instead of the program."""
+    """Show the program's evaluation instead of the program."""
     out: Annotated[str, Shown("FILE", "standard output")] = ""
-    """Where to write."""
+    """The file to write."""
 
 
 @dataclass(frozen=True)
@@ -331,43 +345,43 @@ class CheckFlags(RunFlags):
 
 @dataclass(frozen=True)
 class Planning:
-    """Flags of what is planned for"""
+    """Flags of what to plan for"""
 
     cluster: Annotated[str, Shown("SPEC", "needed for a plan")] = ""
-    """Hosts x GPUs x kind, such as 32x8xH100, several joined by "+"; or a TOML file; or "this", the machine whose
-    GPUs `penstock doctor --measure` has measured."""
+    """Hosts x GPUs x kind, such as 32x8xH100, several joined by "+"; a TOML file; or "this": this machine, as `penstock
+    doctor --measure` has measured it."""
     model: Annotated[str, Shown("NAME", "needed for a plan")] = ""
     """A shape such as llama-8b or qwen3-0.6b, a model directory with its config.json, or a name of the Hub."""
     lengths: Annotated[str, Shown("MEAN,SIGMA|FILE|RUN", "1000,0.7, or less where --max-tokens is below 4,000")] = ""
-    """How long responses are, in tokens: a lognormal, a file with a length per line, or a finished run's folder."""
+    """Lengths of responses in tokens: mean and sigma of a lognormal, a file with a length per line, or the folder of a
+    finished run."""
     max_tokens: Positive = 4096
     """Tokens at which a response is cut."""
     max_prompt: Positive = RunOptions.max_prompt
-    """Tokens of the longest prompt, or conversation before its last turn: slots of a generator and micro-batches have
-    room for it."""
+    """Tokens of the longest prompt, or conversation before its last turn; slots and micro-batches have room for it."""
     prompt_tokens: Count = 128
-    """Tokens of a prompt, in the mean."""
+    """Mean tokens of a prompt."""
     environment_s: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
-    """Seconds in which an environment answers one turn of a conversation, whose lengths are of all its turns."""
+    """Seconds that an environment takes for one turn of a conversation. (--lengths are of all turns together.)"""
     kept: Annotated[float | None, Shown("SHARE", "0.7 where the program has a filter")] = None
-    """Share of the groups that the program's filters (keep) leave, all of them together; others take their places."""
+    """Share of the groups that all filters (keep) of the program let through; the others are replaced."""
     micro_tokens: Positive = 16384
     """Most tokens of a micro-batch; never fewer than the longest sequence."""
     slots: Positive = RunOptions.slots
-    """Most responses that a generator decodes at once."""
+    """Most responses that a generator decodes at the same time."""
     calibrate: Annotated[str, Shown("RUN", "none")] = ""
-    """A finished run's folder on GPUs of the cluster: the host's time and the shares of rates are fitted to it."""
+    """The folder of a finished run on GPUs of this cluster, to which the cost model is fitted."""
     generator_precision: Annotated[GeneratorPrecision, AS_PROGRAM] = RunOptions.generator_precision
-    """What generators compute in, where the program's broadcast does not say."""
+    """Format in which generators compute, unless the program's broadcast names one."""
     lora: Count = RunOptions.lora
-    """Rank of the adapters that the policy learns and sends in place of all its weights; 0 is none."""
-    lora_targets: Annotated[tuple[str, ...], Shown("NAME …", "all linear maps of a layer")] = RunOptions.lora_targets
-    """Linear maps with adapters, such as q_proj v_proj."""
+    """Rank of LoRA adapters, which the policy trains and sends instead of its weights; 0: none."""
+    lora_targets: Annotated[tuple[str, ...], Shown("NAME …", "all linear layers")] = RunOptions.lora_targets
+    """Linear layers with adapters, such as q_proj v_proj."""
     mesh: Annotated[tuple[str, ...], Shown("POOL=MESH …")] = ()
-    """Meshes that are given, such as trainer=fsdp16xtp2 generator=tp8; the others are searched."""
+    """Fixed meshes, such as trainer=fsdp16xtp2 generator=tp8; the others are searched."""
     time_limit: Seconds = 120.0
-    """Seconds after which the search ends with the best that it has, and how much better a plan may be at most. A
-    first plan takes a second or two, however few are given."""
+    """Seconds after which the search ends. It then returns its best plan, and a bound on how much better one can be. A
+    first plan takes a second or two in any case."""
 
 
 @dataclass(frozen=True)
@@ -377,9 +391,9 @@ class DrawingFlags(OutputFlags):
     width: Count = 0
     """Columns of the drawing; 0 for the terminal's."""
     svg: Annotated[str, Shown("FILE", "none")] = ""
-    """Draw the schedule into an SVG file; of a pool the first 8 replicas."""
+    """Draw the schedule as SVG, with the first 8 replicas of each pool."""
     html: Annotated[str, Shown("FILE", "none")] = ""
-    """The same as a page to zoom in, which needs no network."""
+    """Draw it as an HTML page that can be zoomed and needs no network."""
     trace: Annotated[str, Shown("FILE", "none")] = ""
     """Write the schedule as a Chrome trace, for https://ui.perfetto.dev."""
 
@@ -389,8 +403,8 @@ class SimulateFlags(DrawingFlags, ProgramFlags, Planning):
     """Flags of simulate"""
 
     plan: Annotated[str, Shown("FILE", "none")] = ""
-    """A plan to simulate, as `penstock plan … --out FILE` wrote it. With --cluster and --model one is made. With
-    neither, seconds are as given."""
+    """Simulate the plan that `penstock plan … --out FILE` wrote. With --cluster and --model a plan is made; with
+    neither, --duration gives the seconds."""
     updates: Positive = 20
     """Updates to simulate."""
     batch: Annotated[Positive | None, Shown("INT", "8, or 256 with --cluster")] = None
@@ -398,24 +412,25 @@ class SimulateFlags(DrawingFlags, ProgramFlags, Planning):
     generators: Positive = RunOptions.generators
     """Replicas of the generator; a plan has its own."""
     versions: Literal["free", "pinned"] = RunOptions.versions
-    """Which versions groups may use."""
+    """Versions that groups may use: see `penstock run`."""
     order: Literal["strict", "ready"] = RunOptions.order
-    """Which groups an update takes: the next ones in order, or those that are finished while the lag holds for all."""
+    """Groups that an update takes: the next ones in order, or finished ones while the lag still holds for all
+    others."""
     duration: Annotated[tuple[str, ...], Shown("NODE=S[~SIGMA] …")] = ()
-    """Seconds of each node's firing, such as generate=0.05; generate=0.05~0.5 draws them from a lognormal with that
-    mean and sigma. publish, wire and swap are the parts of a weight sync. A fake node has its option ms by default. A
-    generator works on as many groups at once as fill its --slots. In a plan, models and syncs have theirs, and other
-    nodes take no time by default."""
+    """Seconds of each firing of a node, such as generate=0.05; generate=0.05~0.5 draws them from a lognormal with this
+    mean and sigma. publish, wire and swap are the parts of a weight sync. A generator decodes as many groups at once as
+    fit its --slots. The default of a fake node is its option ms. With a plan, models and syncs take their planned
+    seconds, and other nodes 0 by default."""
     segment: Annotated[tuple[str, ...], Shown("NODE=S …")] = ()
-    """Seconds after which a node's firing pauses, such as generate=2, and goes on where a replica has room; by default
-    never."""
+    """Seconds after which a firing of a node pauses, such as generate=2; it continues on any replica with room.
+    Default: never."""
     drop: Annotated[tuple[str, ...], Shown("NODE=SHARE …")] = ()
-    """Share of the groups that a filter drops, such as keep=0.3; none by default."""
+    """Share of the groups that a filter drops, such as keep=0.3. Default: none."""
     again: Annotated[tuple[str, ...], Shown("NODE=SHARE …")] = ()
-    """Share of the turns after which the node that answers asks for another one, such as answer=0.5; by default all,
-    up to the bound."""
+    """Share of the turns after which the answering node asks for another turn, such as answer=0.5. Default: all, up to
+    the bound."""
     seed: Seed = RunOptions.seed
-    """Seed of what is drawn: lengths of responses, seconds with a sigma, what filters drop and who asks again."""
+    """Seed of all draws: lengths of responses, seconds with a sigma, dropped groups, further turns."""
 
 
 @dataclass(frozen=True)
@@ -425,7 +440,7 @@ class PlanFlags(ProgramFlags, Planning):
     batch: Positive = 256
     """Prompt groups per update."""
     out: Annotated[str, Shown("FILE", "none")] = ""
-    """Write the plan for `penstock run PROGRAM --plan FILE`, too."""
+    """Also write the plan to a file, for `penstock run PROGRAM --plan FILE`."""
 
 
 @dataclass(frozen=True)
@@ -433,7 +448,7 @@ class AgentFlags:
     """Join the controller of a run on another machine, and start the processes it asks for here.
 
     `penstock run … --on agents --agents N` writes RUN/ticket.json, readable by you only, for all of its agents, and
-    waits for them. Start one on each host, in any way, also by torchrun:
+    waits for them. Start one on each host, in any way, also with torchrun:
       penstock agent --ticket RUN/ticket.json
       torchrun --standalone -m penstock.agent --ticket RUN/ticket.json
 
@@ -446,22 +461,22 @@ class AgentFlags:
       penstock agent b.json --folder /scratch/run"""
 
     join: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="JOIN_FILE", help_behavior_hint="")] = ""
-    """The join file of this host: where the controller is, and the keys."""
+    """The join file of this host, with the controller's address and the keys."""
     ticket: Annotated[str, Shown("FILE", "none")] = ""
-    """The ticket of a run's agents, in place of a join file; it is waited for if it is not there yet."""
-    address: Annotated[str, Shown("HOST", "the one that leads to the launcher")] = ""
-    """With a ticket: where other hosts reach this one."""
+    """The ticket of a run, instead of a join file; waits until the file exists."""
+    address: Annotated[str, Shown("HOST", "that of the route to the launcher")] = ""
+    """With a ticket: the address at which other hosts reach this one."""
     folder: Annotated[str, Shown("DIR", "as on the controller's host")] = ""
-    """The run folder as this machine sees it, or one of its own, made if it is not there, for logs and its part of
-    checkpoints."""
+    """The run folder as this machine sees it, or a folder of this machine for logs and its part of checkpoints, which
+    is made if needed."""
     grace: Annotated[Seconds | None, Shown("SECONDS", "the run's --grace")] = None
-    """Seconds from SIGTERM or SIGUSR1, as an engine sends them that takes the machine away, to its end. Until then its
-    part of the run lives on."""
+    """Seconds from SIGTERM or SIGUSR1 (which cluster managers send before a preemption) to the end of this agent. Its
+    ranks work until then."""
     wait: Annotated[Seconds, Shown("SECONDS")] = 300.0
-    """With a ticket: how long it, and then its launcher, may take to be there."""
+    """With a ticket: seconds to wait for the file, and then for its launcher."""
     requeue: bool = False
-    """After such a signal, and where the launcher or the controller is not there any more, the exit status is 75, not 0
-    or 1, for an engine that then starts an agent on another host."""
+    """Exit with status 75 instead of 0 or 1 after such a signal, or if launcher or controller are gone, for a cluster
+    manager that then starts an agent on another host."""
 
 
 # The verbs that take a PROGRAM.

@@ -48,24 +48,24 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "run": Verb("starting:run", "PROGRAM", "train, with a live display, and say what was learnt"),
-    "resume": Verb("resume:resume", "DIR", "go on with a run where its last checkpoint is"),
-    "show": Verb("main:show", "PROGRAM", "the program's graph: text, mermaid, svg, json"),
-    "check": Verb("main:check", "PROGRAM", "all faults of a program; nothing is started"),
-    "plan": Verb("plan:main", "PROGRAM", "which GPUs do what, what fits, and what bounds an update"),
-    "simulate": Verb("simulate:main", "PROGRAM", "its schedule on a virtual clock, as text, SVG and trace"),
-    "report": Verb("report:main", "DIR", "a run as one HTML page: predicted against real, idle time"),
-    "watch": Verb("watch:main", "DIR", "a run in progress, as a live page or in the terminal"),
-    "replay": Verb("report:replay", "DIR", "a run's recorded events through the scheduler again"),
-    "export": Verb("export:main", "DIR", "a checkpoint in the format of torch.distributed.checkpoint"),
-    "agent": Verb("main:agent", "", "join the controller of a run on another machine"),
-    "doctor": Verb("doctor:main", "", "what this machine has and lacks"),
+    "run": Verb("starting:run", "PROGRAM", "train, with a live display"),
+    "resume": Verb("resume:resume", "DIR", "continue a run from its last checkpoint"),
+    "show": Verb("main:show", "PROGRAM", "print its graph: text, mermaid, svg, json"),
+    "check": Verb("main:check", "PROGRAM", "list all its faults; start nothing"),
+    "plan": Verb("plan:main", "PROGRAM", "search the best placement and parallelism on GPUs"),
+    "simulate": Verb("simulate:main", "PROGRAM", "draw its schedule on a virtual clock"),
+    "report": Verb("report:main", "DIR", "write the HTML page of a finished run"),
+    "watch": Verb("watch:main", "DIR", "show a run in progress, as a page or in the terminal"),
+    "replay": Verb("report:replay", "DIR", "feed a run's recorded events to the scheduler again"),
+    "export": Verb("export:main", "DIR", "convert a checkpoint to torch.distributed.checkpoint"),
+    "agent": Verb("main:agent", "", "start this host's part of a run"),
+    "doctor": Verb("doctor:main", "", "say what this machine has and lacks"),
 }
 
 OVERVIEW = """usage: penstock VERB [ARGUMENT] [FLAGS]
 
 Reinforcement learning for language models: an algorithm is one Python
-function, its trace is a graph, and the graph is run asynchronously.
+function; its trace is a dataflow graph, which runs asynchronously.
 
 {verbs}
 
@@ -73,11 +73,11 @@ PROGRAM is a built-in name, package.module:function or path/to/file.py:function;
 its keyword arguments are flags. Try:
 
   penstock run aipo                     train a small model on this machine
-  penstock show aipo                    what that program is, as a graph
-  penstock simulate toy --lag 2         what asynchrony does to a schedule
-  penstock simulate --from RUN --lag 2  what another lag makes of a past run
-  penstock plan aipo --cluster 32x8xH100 --model llama-70b  which GPUs do what
-  penstock VERB --help                  more about a verb
+  penstock show aipo                    print the graph of that program
+  penstock simulate toy --lag 2         see what asynchrony does to a schedule
+  penstock simulate --from RUN --lag 2  see what another lag does to a past run
+  penstock plan aipo --cluster 32x8xH100 --model llama-70b
+  penstock VERB --help                  read more about a verb
 """
 
 

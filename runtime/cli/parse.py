@@ -70,7 +70,7 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     own = [_Own(flag) for flag in program.flags if flag.name not in taken]
     options = dataclasses.make_dataclass(program.name, [option.field for option in own], kw_only=True, frozen=True)
     options.__doc__ = f"Keyword arguments of {program.path}"
-    form = readable(type(defaults))
+    form = readable(type(defaults), argv)
     title = program.name if program.name not in VERBS else "program"
     # Two groups in the help, but one namespace of flags: a user need not know whose flag it is.
     line = dataclasses.make_dataclass("line", [(title, options), (verb, form, form(**vars(defaults)))], kw_only=True)
@@ -191,7 +191,7 @@ def verb_help(verb: str, programs: Mapping[str, str]) -> None:
         f"Its keyword arguments are flags too: `penstock {verb} PROGRAM --help` shows them.\n\n"
         f"Examples:\n  {EXAMPLES[verb].format(next(iter(programs), 'PROGRAM'))}"
     )
-    flags: Any = readable(VERBS[verb])
+    flags: Any = readable(VERBS[verb], ["--help"])
     with fitting_help():
         tyro.cli(flags, prog=f"penstock {verb} PROGRAM", description=description, args=["--help"], config=MARKERS)
 

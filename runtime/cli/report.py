@@ -31,7 +31,7 @@ class ReportFlags(OutputFlags, FolderFlags):
       penstock report runs/aipo-20250304-050607 --json"""
 
     out: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: DIR/report.html)")] = ""
-    """Where the page goes."""
+    """The page to write."""
 
 
 def main(argv: Sequence[str]) -> int:

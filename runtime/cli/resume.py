@@ -59,11 +59,11 @@ from penstock.runtime.schedule.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class ResumeFlags(AgentsFlags, FolderFlags):
-    """Go on with a run exactly where its last complete checkpoint is.
+    """Continue a run from its last complete checkpoint.
 
-    The program, its options and the plan are those of the run folder. What was done after the checkpoint is done again.
-    The data, the model and the program's file must be where they were, and the data unchanged. A resume runs the code
-    that the folder names, with your rights: where other users have made the folder, it asks first.
+    The program, its options and the plan come from the run folder. Updates after the checkpoint are repeated. The data,
+    the model and the program's file must be where they were, and the data unchanged. A resume runs the code that the
+    folder names, with your rights. If another user made the folder, it asks first.
 
     Examples:
       penstock resume runs/aipo-20250304-050607
@@ -71,11 +71,11 @@ class ResumeFlags(AgentsFlags, FolderFlags):
       penstock resume runs/aipo-20250304-050607 --cluster fewer.toml"""
 
     cluster: Annotated[str, Shown("FILE", "as it was")] = ""
-    """Other hosts: those in the place of the former ones, in order, if they have as many cores and GPUs; else the plan
-    is made anew. They must reach the parts of the last checkpoint."""
+    """Other hosts. They replace the former ones in order, if they have as many cores and GPUs; else a new plan is made.
+    They must be able to read all parts of the last checkpoint."""
 
     trust: bool = False
-    """Run the code that the folder names even if other users have made the folder, without being asked."""
+    """Run the code that the folder names without asking, even if another user made the folder."""
 
 
 def resume(argv: Sequence[str]) -> int:
@@ -278,7 +278,7 @@ def _placed_anew(
         elif spread:
             cluster, _ = placed((), config.graph, cluster, options.generators)
         if on.lacks and not anew:
-            anew, text = True, "the plan is made anew, since the hosts are others than those that it was made for:"
+            anew, text = True, "a new plan is made, since the hosts differ from those of the old one:"
             print(visible("\n  ".join([text, *on.lacks])), flush=True)
     # Otherwise the plan stays as it is, even if this machine has other devices now.
     if not anew:

@@ -136,7 +136,7 @@ def _run(
             complete = replace(config, flags=replace(config.flags, model=model))
             complete.write(folder, asked(argv[0], argv, cluster, digests, _wanted(traced, flags), agents_words(flags)))
             if config.flags.offload == "on" and (why := why_no_turns(config.graph, config.plan)):
-                text = f"--offload on frees no memory that anybody needs: {why}"
+                text = f"--offload on frees no memory that is needed: {why}"
                 display.tell({"kind": "note", "level": "warning", "text": text})
 
         status = go(folder, config, cluster, flags, began, prepare, 0.0, enrolled, early)
@@ -184,7 +184,7 @@ def _go_on_as(traced: Traced, began: float, early: Early | None) -> int:
                 name = "--plan" if what == "plan" else f"the graph of the {what}"
                 differ(name, f"one with SHA-256 {now[what]}" if now[what] else "", then[what])
     if differences:
-        text = f"{folder.path}: --resume auto: the run there is one of another command line; nothing was changed:"
+        text = f"{folder.path}: --resume auto: the run there was started by another command line; nothing was changed:"
         raise CommandError("\n".join([text, *differences]), 2)
     if flags.cluster and Cluster.read(Path(flags.cluster)) == cluster_of(folder, was):
         flags = replace(flags, cluster="")
@@ -193,7 +193,7 @@ def _go_on_as(traced: Traced, began: float, early: Early | None) -> int:
         return restarted(status, folder.path, flags, given)
     except AllDone as done:
         summary = folder.read_json("summary.json", Summary)
-        print(json.dumps(summary) if flags.json else visible(f"{done}: there is nothing left to do"))
+        print(json.dumps(summary) if flags.json else visible(f"{done}: nothing is left to do"))
         return DONE
 
 

@@ -112,7 +112,7 @@ def changed_inputs(flags: RunOptions, digests: Mapping[str, str]) -> Iterator[st
             yield f"  the data {data}: given no file there, {same}"
         elif needed and (given := sha256(path)) != needed:
             change = f"given a file with SHA-256 {given}, needed {needed}"
-            yield f"  the data {data}: it has changed, so that groups would be others than they were: {change}"
+            yield f"  the data {data}: it has changed, so groups would differ: {change}"
 
 
 def lost_code(config: RunConfig, folder: str) -> Iterator[str]:

@@ -56,13 +56,13 @@ class WatchFlags(FolderFlags):
     port: Annotated[Port, tyro.conf.arg(metavar="N", help_behavior_hint="(default: any free one)")] = 0
     """The port of the page."""
     open: bool = False
-    """Open the page in the browser, too."""
+    """Also open the page in a browser."""
     tui: bool = False
-    """In the terminal instead of a page."""
+    """Show the run in the terminal instead of a page."""
     plain: bool = False
-    """Plain lines in the terminal; implies --tui."""
+    """Print plain lines; implies --tui."""
     once: bool = False
-    """One picture in the terminal, and no more; implies --tui."""
+    """Print one picture and end; implies --tui."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -106,7 +106,7 @@ def is_ipv6(endpoint: str) -> bool:
 
 def own_address(endpoint: str) -> str:
     """The address of this machine at which what listens at a resolved endpoint would see it; nothing is sent. Raises
-    OSError where no network leads there."""
+    OSError where there is no route to it."""
     address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -167,7 +167,7 @@ def _unreachable(endpoint: str, fault: int | None, text: str) -> str:
     if fault == errno.ECONNREFUSED:
         return f"{what} was refused: nothing listens there, or a firewall rejects it"
     if fault in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM):
-        return f"{what} failed: {text}: no network leads there, or a firewall rejects it"
+        return f"{what} failed: {text}: there is no route to it, or a firewall rejects it"
     return f"{what} failed: {text}"
 
 

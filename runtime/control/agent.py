@@ -250,7 +250,7 @@ class Agent:
     def _say(self, message: Message) -> None:
         """Send a message to the controller. If it cannot be sent, the agent ends: a rank's answer may be lost."""
         if not self._client.send(message) and not self._untold:
-            self._untold = f"the controller at {self._join.endpoint} does not take what it is told (too much waits)"
+            self._untold = f"the controller at {self._join.endpoint} reads no messages (the send queue is full)"
 
     def _carry(self, seconds: float) -> Iterator[Message]:
         """Yield the controller's messages to this agent, after a wait of at most `seconds`. Forward the messages
@@ -363,7 +363,7 @@ class Agent:
         # In a container this also counts kills of other processes.
         if status == -signal.SIGKILL and (kills := memory_kills() - self._kills) > 0:
             given = f"given {usable_memory_gib():.0f} GiB of memory on host {self._join.host}"
-            ended = f"its kernel has killed {kills} process{'es' * (kills > 1)} for lack of it since the run began"
+            ended = f"its OOM killer has ended {kills} process{'es' * (kills > 1)} since the run began"
             last_lines = (
                 f"{given}, needed more: {ended} (--recompute layer, fewer --slots, --lora)\n{last_lines}".strip()
             )

@@ -216,7 +216,9 @@ class _Enrolment:
                     refused = mark, monotonic()
                 if monotonic() - refused[1] > OTHER_KEY_S:
                     given = f"the ticket {self.file}, whose key is not that of what listens at {ticket.endpoint}"
-                    raise NoSlot(f"given {given}: an old ticket, or another run's; needed that of this start") from None
+                    raise NoSlot(
+                        f"given {given}: an old ticket, or another run's; needed the ticket of this start"
+                    ) from None
             sleep(0.5)
 
     def _addresses(self, ticket: Ticket, mark: _Mark) -> tuple[str, str]:
@@ -232,7 +234,7 @@ class _Enrolment:
             except AddressError as error:
                 lack = str(error)
             except OSError as error:
-                lack = f"no network leads there: {error.strerror or error}"
+                lack = f"there is no route to it: {error.strerror or error}"
             if not tried and monotonic() - began > EARLY_S:
                 tried = True
                 self._not_yet(ticket, lack)
@@ -329,7 +331,7 @@ def _probed(here: str) -> socket.socket:
     try:
         return socket.create_server((here.strip("[]"), 0), family=family, backlog=MAX_PROBES)
     except OSError as error:
-        given = f"given the address {here}, which is none of this machine ({os.strerror(error.errno or 0)})"
+        given = f"given the address {here}, which this machine does not have ({os.strerror(error.errno or 0)})"
         raise NoSlot(f"{given}; needed one at which the other hosts reach it (--address)") from None
 
 

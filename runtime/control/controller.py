@@ -170,10 +170,10 @@ class Controller:
             self._hear(peer, message)
         now = monotonic()
         self._believe(now)
-        late = [peer for peer in self.server.late(now) if not self._do_without(peer, "it gives no sign of life")]
+        late = [peer for peer in self.server.late(now) if not self._do_without(peer, "it sends no heartbeat")]
         if late:
             names = ", ".join(map(self._spelled, late))
-            self._fail(FailureCode.SILENT, f"no sign of life from {names}: hung, stopped or gone", *late)
+            self._fail(FailureCode.SILENT, f"no heartbeat from {names}: hung, stopped or dead", *late)
         # One moment for both: if this process were suspended between two, that would count as a rank's delay.
         self.session.watch(now, self.server.tracker.held_up(now))
         self.session.decide(now, self.server.tracker.last)
@@ -227,7 +227,7 @@ class Controller:
             case AgentReady(host=host, life=life):
                 self._agent_came(host, life)
             case Leaving(host, grace):
-                if not self._let_go(host, f"host {host} is taken away within {grace:g} s"):
+                if not self._let_go(host, f"host {host} is preempted within {grace:g} s"):
                     self.session.leave(host, grace, monotonic())
             case Ready():
                 self._rank_ready(peer, message)
@@ -249,7 +249,7 @@ class Controller:
         self._begun.difference_update(here)
         for name in dict.fromkeys(name for name, _ in here):
             if self.session.stage is not None and name not in self.lost and name in self.elastic:
-                self._lose(name, f"the agent of host {host} has ended, and another one has come")
+                self._lose(name, f"the agent of host {host} has ended, and a new one has joined")
             # Start a replica that may be late only when all its ranks can come: they wait for each other.
             if name in self.lost or (self.session.stage is None and name in self.config.may_be_late):
                 self._launch_all(name)
@@ -279,7 +279,7 @@ class Controller:
                 del self.lost[replica]
                 self._coming.discard(replica)
                 self.session.join(replica, monotonic())
-                came = "is there again" if self.session.life(replica) else "is there"
+                came = "has rejoined" if self.session.life(replica) else "has joined"
                 self.session.recorder.note(f"{self._named(replica)} {came}", "info")
             self._unlisted = True
 
@@ -359,7 +359,7 @@ class Controller:
         """A rank of a replica is gone: the replica is lost, and its other ranks, which cannot go on, are ended."""
         if name not in self.lost:
             self.lost[name] = 0
-            self.session.recorder.note(f"{self._named(name)} is lost, and its groups begin again: {reason}", "warning")
+            self.session.recorder.note(f"{self._named(name)} is lost; its groups start again: {reason}", "warning")
             self.session.lose(name, reason, monotonic())
         elif name in self._coming:
             self._coming.discard(name)

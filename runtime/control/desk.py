@@ -205,7 +205,7 @@ class Desk:
                     raise EnrolmentError(self._failed)
                 ready = [each for each in self._applicants.values() if each.ready and not each.admitted]
                 if not self._slots and fewest and len(ready) >= fewest and monotonic() > patience:
-                    came = f"{len(ready)} of {count} agents came within {FEWER * seconds:g} of {seconds:g} s"
+                    came = f"{len(ready)} of {count} agents joined within {FEWER * seconds:g} of {seconds:g} s"
                     tell(f"{came} (--startup-deadline): the run goes on with them, and takes others when they come")
                     count = len(ready)
                 if not self._slots and len(ready) >= count:
@@ -355,7 +355,7 @@ class Desk:
         # Otherwise agents would wait in vain from now on, and the run would blame them.
         except Exception:
             with self._lock:
-                self._failed = f"the desk failed, and gives no slot any more:\n{traceback.format_exc()}"
+                self._failed = f"the desk failed, and assigns no more slots:\n{traceback.format_exc()}"
                 self._news.append(self._failed)
 
     def _answer_until_closed(self) -> None:
@@ -457,7 +457,7 @@ class Desk:
     def _expire(self, now: float) -> None:
         for one in list(self._applicants.values()):
             if now - one.seen > SILENCE_S:
-                self._go(one, f"no sign of life for {SILENCE_S:g} s")
+                self._go(one, f"no heartbeat for {SILENCE_S:g} s")
             elif self._slots and one.ready and not (one.slot or self._resting) and now - one.ready > NO_SLOT_S:
                 del self._applicants[one.identity]
                 free = [(name, slot.needs) for name, slot in self._slots.items() if slot.agent is None]
@@ -550,9 +550,9 @@ class Desk:
             asked = [each for each in ready if each.slot and each.unreached is None]
             refused, dropped = list(self._refused), self.counts["dropped"]
         fewer = f", or a start with --agents {len(ready)}" * (0 < len(ready) < count)
-        lines = [f"{len(ready)} of {count} agents came; needed all of them (--agents {count}){fewer}"]
-        lines += [f"  came: {one}" for one in ready]
-        lines += [f"  came, and has not found the run folder {self._folder}: {one}" for one in looking]
+        lines = [f"{len(ready)} of {count} agents joined; needed all of them (--agents {count}){fewer}"]
+        lines += [f"  joined: {one}" for one in ready]
+        lines += [f"  joined, but has not found the run folder {self._folder}: {one}" for one in looking]
         orders = {one.enrol.order for one in ready}
         # If two agents have the same number, each host's manager has numbered its own: it says nothing of the job's.
         if -1 not in orders and len(orders) == len(ready) > 0:
@@ -560,7 +560,7 @@ class Desk:
             lines += [f"  missing: number {', '.join(missing)}"] * bool(missing)
         lines += [f"  has not said whether it reaches the others: {one}" for one in asked]
         lines += [f"  refused: {text}" for text in refused]
-        lines += [f"  {dropped} connections were none of an agent with this ticket"] * bool(dropped)
+        lines += [f"  {dropped} connections came from no agent with this ticket"] * bool(dropped)
         if not ready and not refused:
             lines.append(f"  nobody reached the desk at {self.ticket.endpoint} with {self._folder / TICKET}")
         return "\n".join(lines)

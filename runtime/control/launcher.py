@@ -211,8 +211,8 @@ class Launcher:
         with suppress(OSError, IndexError):
             # The state follows the process name, which may contain blanks and brackets.
             state = Path(f"/proc/{controller.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        why = HELD_UP.get(state, "hangs, or has no processor" if self._last or seconds >= self.deadline else "")
-        return f"the controller (process {controller.pid}) {why}, and has said nothing for {seconds:g} s" if why else ""
+        why = HELD_UP.get(state, "hangs, or gets no CPU time" if self._last or seconds >= self.deadline else "")
+        return f"the controller (process {controller.pid}) {why}, and has not answered for {seconds:g} s" if why else ""
 
     def _kill(self, child: Child, who: str) -> None:
         """Kill a child, and wait for its end."""
@@ -328,7 +328,7 @@ class Launcher:
             else:
                 pools = (f"{name} at {', '.join(pool['doing'])}" for name, pool in self._last.get("pools", {}).items())
                 update = f", update {self._last['update']} of {self._last['updates']}" if "update" in self._last else ""
-                how += "; ".join([f", last heard of in stage {self._last['stage']!r}{update}", *pools])
+                how += "; ".join([f", last seen in stage {self._last['stage']!r}{update}", *pools])
             self.tell(Failure(FailureCode.CONTROLLER, f"{how}\n{said}" if said else how).line())
         return FAILED
 
@@ -361,7 +361,7 @@ class Launcher:
             (folder.held / file.name if file.parent == folder.path else file).unlink(missing_ok=True)
         _clear(folder.held)
         if left:
-            self.tell({"kind": "error", "text": f"still alive, and not to be killed: pids {left}"})
+            self.tell({"kind": "error", "text": f"still alive, and could not be killed: pids {left}"})
 
 
 def _say(controller: Child, line: str) -> None:

@@ -217,7 +217,7 @@ class RunRecorder:
         match result.event:
             case Unread(firing, replica, rank):
                 if rank == 0:
-                    text = f"{firing} on {replica} could not read a value of a replica that is gone: it is done again"
+                    text = f"{firing} on {replica} could not read a value of a replica that is gone: it fires again"
                     self.note(text, "warning")
             case Failed(firing, replica, _, error):
                 head, tail = error[: MAX_TRACEBACK // 8], error[-MAX_TRACEBACK:]
@@ -283,7 +283,7 @@ class RunRecorder:
         elif not self._silent and self.updates - self.start >= self._longest:
             self._tell_unseen()
         for name, value in self._not_finite(self.row).items():
-            self.note(f"{name} is {value} in update {update}: null in metrics.jsonl, and nothing else follows from it")
+            self.note(f"{name} is {value} in update {update}: written as null to metrics.jsonl; the run goes on")
 
     def _tell_unseen(self) -> None:
         """Warn, once, that no row has the metric of --keep-best."""

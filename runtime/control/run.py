@@ -364,7 +364,7 @@ class Session:
         replicas = self.config.plan.replicas
         lost = [f"{r.name} rank {n}" for r in replicas for n, rank in enumerate(r.ranks) if rank.host == host]
         if lost and self.running:
-            why = f"host {host} with {', '.join(lost)} is taken away in {grace:g} s"
+            why = f"host {host} with {', '.join(lost)} is preempted in {grace:g} s"
             self.recorder.note(f"{why}: the run stops, with a checkpoint if it can be had in time", "warning")
             self.preempt(now, f"preempted: {why}", grace)
 

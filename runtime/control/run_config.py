@@ -80,14 +80,12 @@ class OnResume:
 
 
 UPDATES_ON_RESUME = OnResume(
-    "Updates all in all; more than the run was to have goes on with a finished one. With a lag, that is not what a "
-    "longer run would have been: the next groups are sampled with the last version, none with older ones."
+    "Updates in total; a larger number continues a finished run. With a lag, the result differs from that of one "
+    "longer run: the next groups are all sampled with the last version."
 )
-MESH_ON_RESUME = OnResume(
-    "Another mesh for pools, such as trainer=fsdp4; their ranks take over the parts of those that were."
-)
-RESTARTS_ON_RESUME = OnResume("How often it goes on by itself from now on where a process is lost.")
-TRACK_ON_RESUME = OnResume("Trackers from now on; each goes on with its run, and one that is new gets all updates.")
+MESH_ON_RESUME = OnResume("Another mesh for pools, such as trainer=fsdp4; the checkpoint is resharded to it.")
+RESTARTS_ON_RESUME = OnResume("How often the run, from now on, restarts by itself when it loses a process.")
+TRACK_ON_RESUME = OnResume("Trackers from now on; each continues its run, and a new one gets all updates.")
 
 
 @dataclass(frozen=True)
@@ -95,158 +93,159 @@ class RunOptions:
     """The options of a run that do not belong to its program. A field's docstring is its help."""
 
     updates: Annotated[Count, UPDATES_ON_RESUME] = Context.updates
-    """Updates of the policy, all in all."""
+    """Updates of the policy in total."""
     batch: Positive = Context.batch
     """Fresh prompt groups per update."""
     lr_warmup: Annotated[Count, Shown("UPDATES", "0; of sft 20")] = Context.lr_warmup
-    """Updates over which the learning rate of each model rises, in a line, to its highest."""
+    """Updates over which the learning rate of each model rises linearly to its maximum."""
     lr_decay: Annotated[Decay, Shown("{constant,linear,cosine}", "constant; of sft cosine")] = ""
-    """How it falls, to 0 at the run's end: in a line, or along half a cosine."""
+    """How the learning rate falls to 0 at the end of the run: linearly, or along half a cosine."""
     max_tokens: Positive = Context.max_tokens
-    """Longest response, in tokens."""
+    """Most tokens of a response."""
     max_prompt: Positive = Context.max_prompt
-    """Longest prompt, or conversation before its last turn, in tokens; each slot of a generator has room for it."""
+    """Most tokens of a prompt, or of a conversation before its last turn; each slot of a generator has room for it."""
     segment: Count = Context.segment
-    """Tokens after which a response pauses, and its group goes on where a generator has room, perhaps with newer
-    weights; 0 is never."""
+    """Tokens after which a response pauses; its group continues on any generator with room, perhaps with newer weights.
+    0: never."""
     seed: Seed = Context.seed
-    """Seed of everything random: two runs of one seed draw the same numbers."""
+    """Seed of all random numbers: two runs with one seed draw the same numbers."""
     model: Annotated[str, Shown("DIR", "a small base model, built once and cached")] = Context.model
-    """A model: a directory in Hugging Face's format, or a name of its Hub; "new" is a small untrained one."""
-    data: Annotated[str, Shown("FILE", "arithmetic, made up as needed")] = Context.data
+    """A directory in Hugging Face's format, a name of the Hub, or "new": a small untrained model."""
+    data: Annotated[str, Shown("FILE", "arithmetic, generated as needed")] = Context.data
     """Prompts: "arithmetic[:DIGITS]"; a JSONL or parquet file; a directory of such files; or a data set of the Hugging
     Face Hub, OWNER/NAME[:CONFIG][@REVISION]."""
     data_split: Annotated[str, Shown("SPLIT", "train, or the only one")] = Context.data_split
     """Split of a directory or data set."""
-    eval_data: Annotated[str, Shown("FILE", "problems of --data that training never sees")] = Context.eval_data
+    eval_data: Annotated[str, Shown("FILE", "rows of --data that are kept from training")] = Context.eval_data
     """Problems to measure accuracy on."""
     eval_split: Annotated[str, Shown("SPLIT", "that of --data, or the only one of --eval-data")] = Context.eval_split
     """Split to measure accuracy on."""
-    prompt_field: Annotated[str, Shown("FIELD", "question; of pairs prompt")] = Context.prompt_field
-    """Field of a row that is the prompt: a text, or chat messages."""
+    prompt_field: Annotated[str, Shown("FIELD", "question; for pairs, prompt")] = Context.prompt_field
+    """Field of a row with the prompt: a text or chat messages."""
     answer_field: Annotated[str, Shown("FIELD", "answer")] = Context.answer_field
-    """Field of a row that is the reference answer or demonstrated response; "none" for rows without."""
+    """Field of a row with the reference answer or the demonstration; "none" if rows have neither."""
     row: Annotated[str, Shown("MODULE:NAME", "none")] = Context.row
-    """A function from a row, as a dict, to a dict with prompt and answer (of pairs: prompt, chosen, rejected), or None
-    to leave it out."""
+    """A function that takes a row as a dict and returns a dict with prompt and answer (for pairs: prompt, chosen,
+    rejected), or None to skip the row."""
     system: Annotated[str, Shown("TEXT", "none")] = Context.system
     """System message before each prompt of --data, for models with a chat template."""
     eval_groups: Count = 500
-    """Held-out problems that accuracy is measured on, before and after; 0 leaves that out."""
+    """Held-out problems on which accuracy is measured before and after training; 0: not measured."""
     dtype: Dtype = "float32"
-    """Number format of the model that computes; master weights are float32."""
+    """Number format in which models compute; master weights are float32."""
     lora: Count = Context.lora
-    """Rank of low-rank adapters (LoRA): every policy trains and sends only these, and its other weights stay as they
-    are; 0 is none. A directory of adapters as --model has them anyway."""
+    """Rank of LoRA adapters. Each policy trains and sends its adapters only. 0: none, unless --model is a directory of
+    adapters."""
     lora_alpha: Annotated[float, Meta(ge=0), Shown("ALPHA", "twice the rank")] = Context.lora_alpha
-    """What adapters add is multiplied by ALPHA / rank."""
-    lora_targets: Annotated[tuple[str, ...], Shown("NAME …", "all linear maps of a layer")] = Context.lora_targets
-    """Linear maps that get adapters, such as q_proj v_proj."""
+    """The output of an adapter is multiplied by ALPHA / rank."""
+    lora_targets: Annotated[tuple[str, ...], Shown("NAME …", "all linear layers")] = Context.lora_targets
+    """Linear layers with adapters, such as q_proj v_proj."""
     device: str = "auto"
-    """cpu, cuda or cuda:N; auto takes a GPU if there is one."""
+    """cpu, cuda or cuda:N; auto: a GPU if there is one."""
     generators: Positive = 1
-    """Replicas of the generator; with --lost-replica replace perhaps a range, such as 2..8."""
+    """Replicas of the generator; with --lost-replica replace also a range, such as 2..8."""
     first_generators: Count = 0
-    """Replicas of the generator with which the run begins; the others join when the agents of their hosts come. 0 is
-    all. `--generators 2..8` stands for `--generators 8 --first-generators 2`."""
+    """Replicas of the generator with which the run starts; the others join when the agents of their hosts do. 0: all.
+    `--generators 2..8` means `--generators 8 --first-generators 2`."""
     mesh: Annotated[tuple[str, ...], Shown("POOL=MESH …"), MESH_ON_RESUME] = ()
-    """Ranks of a pool's replicas, such as trainer=fsdp2xtp2 generator=tp2; one each by default. Axes: dp copies of the
-    model, fsdp shards of each tensor, ep shares of the experts, tp shares of each layer, pp pipeline stages."""
+    """Mesh of ranks of each replica, such as trainer=fsdp2xtp2 generator=tp2; by default one rank. Axes: dp (copies of
+    the model), fsdp (shards of each tensor), ep (experts), tp (parts of each layer), pp (pipeline stages)."""
     tp_over_hosts: bool = False
-    """Let the axis tp of a replica on several hosts cross them. Its ranks wait for each other in every layer, which
-    networks are slow for."""
+    """Allow the axis tp of a replica to cross hosts. Its ranks synchronise in every layer, which is slow over a
+    network."""
     slots: Positive = Context.slots
-    """Responses that a generator decodes at once."""
+    """Responses that a generator decodes at the same time."""
     engine: EngineName = OURS
-    """What generators decode with, where a program does not say: our own engine, with which runs are repeatable to the
-    bit; or vllm, which you install, perhaps for an interpreter of the pool's own (docs/engines.md)."""
+    """Inference engine of generators, unless the program names one: penstock, which can repeat a run bit for bit; or
+    vllm, which you install, also for a separate interpreter (docs/engines.md)."""
     mismatch_limit: Annotated[
         float, Meta(ge=0), Shown("NATS", "0.001 in float32, 0.02 in float16, 0.1 in bfloat16")
     ] = Context.mismatch_limit
-    """With vllm, the largest mean difference between its log-probabilities and the trainer's at equal weights, measured
-    after a weight sync; beyond it the run stops."""
+    """With vllm: largest mean difference between its log-probabilities and the trainer's at equal weights. It is
+    measured after each weight sync; above it the run stops."""
     checkpoint_every: Count = 0
-    """Updates between two checkpoints; 0 makes one every 30 seconds, or less often, so that they cost at most 5 % of
-    the time. The end and Ctrl-C always make one."""
-    keep: Annotated[Count, OnResume("Complete checkpoints that stay, the newest ones; 0 keeps all.")] = 2
-    """Complete checkpoints that stay, the newest ones; 0 keeps all."""
+    """Updates between two checkpoints. 0: every 30 seconds, or less often, so that they take at most 5 % of the time.
+    The end of a run and Ctrl-C always make one."""
+    keep: Annotated[Count, OnResume("How many of the newest checkpoints to keep; 0: all.")] = 2
+    """How many of the newest checkpoints to keep; 0: all."""
     keep_best: Annotated[str, Shown("METRIC", "none"), OnResume("Also keep the best checkpoint by this metric.")] = ""
-    """Also keep the checkpoint with the highest value of a metric of its last row, such as reward_mean; NAME:min, with
-    the lowest."""
+    """Also keep the checkpoint with the highest value of a metric, such as reward_mean; NAME:min keeps the lowest."""
     versions: Literal["free", "pinned"] = Rules.versions
-    """pinned: the groups of update u use exactly version u - lag, so that any lag is repeatable to the bit."""
+    """pinned: the groups of update u use exactly version u - lag, so that a run at any lag can be repeated bit for bit.
+    free: they use the newest version that is there."""
     order: Literal["strict", "ready"] = Rules.order
-    """ready: an update takes the groups that are finished, as long as the lag holds for all others; strict: the next
-    ones in order, so that what is learnt first does not depend on the length of responses."""
+    """strict: an update takes the next groups in order, so that short responses are not learnt first. ready: it takes
+    groups that are finished, as long as the lag still holds for all others."""
     proof: Literal["full", "sampled", "off"] = "full"
-    """How much of each weight sync is verified to have arrived as it was sent: all tensors, one in eight, none."""
+    """Tensors of each weight sync whose digest is compared at sender and receiver: full (all), sampled (one in eight),
+    off (none)."""
     wire: Annotated[Wire, Shown("FORMAT", "the run's dtype")] = ""
-    """Format in which weights travel, except those with a precision of their own: bfloat16; int8 or fp8 with a scale
-    per row; fp8_block, a scale per 128 × 128."""
+    """Format of weights on the wire, unless their broadcast has a precision: bfloat16; int8 or fp8 with a scale per
+    row; fp8_block with a scale per 128 × 128."""
     generator_precision: Annotated[GeneratorPrecision, Shown("{int8,fp8}", "as the program says")] = ""
-    """What generators compute in, where the program's broadcast does not say: int8 on CPUs, fp8 on GPUs. Weights travel
-    in it, too."""
+    """Format in which generators compute, unless the program's broadcast names one: int8 on CPUs, fp8 on GPUs. Weights
+    are sent in it, too."""
     delta: Count = 0
-    """Between hosts, send what changed since the last sync, and everything at least each DELTA-th time; 0 always sends
-    everything. It is lossless, and pays on links slower than a few GB/s."""
+    """Between hosts, send only changed elements, and all elements at least at each DELTA-th sync. It is lossless, and
+    faster on links below a few GB/s. 0: always send all."""
     transport: Transport = "auto"
-    """How weights travel: auto takes the first that all ranks can; shm writes into shared memory and cuda_ipc into a
-    GPU's, both on one host; nccl goes between GPUs anywhere; messages go everywhere, through the host and over TCP."""
+    """How weights are sent. shm: shared memory of one host; cuda_ipc: GPU memory of one host; nccl: between GPUs on any
+    hosts; messages: host memory and TCP, works everywhere. auto: the fastest that all ranks can use."""
     offload: Offload = "off"
-    """Between updates, optimizer moments and master weights move to the host, and generators release their cache after
-    each batch: auto if trainer and generator take turns with a GPU, on in any case."""
+    """Keep optimizer moments and master weights in host memory between updates, and allocate the generator's cache for
+    each batch. auto: if trainer and generator take turns on a GPU; on: always."""
     recompute: Annotated[
-        Recompute, Shown("{auto,none,layer}", "auto"), OnResume("Whether the backward pass computes layers again.")
+        Recompute, Shown("{auto,none,layer}", "auto"), OnResume("What the backward pass recomputes.")
     ] = "auto"
-    """What an update keeps for its backward pass: all (none), or the inputs of layers, which it computes again (layer;
-    equal bits); auto takes the faster one that a GPU of a known kind has memory for, and none on a CPU."""
+    """Activation checkpointing. none: keep all activations; layer: keep the inputs of layers and recompute the rest,
+    with equal bits. auto: the faster one that fits a GPU of a known kind; none on a CPU."""
     micro_tokens: Annotated[Count, OnResume("Most tokens of a micro-batch.")] = Context.micro_tokens
-    """Most tokens of a micro-batch, padding included; 0 takes what a GPU of a known kind has memory for, or suits a
+    """Most tokens of a micro-batch, padding included. 0: as many as fit a GPU of a known kind; a good number on a
     CPU."""
     logit_elements: Count = Context.logit_elements
-    """Most logits that are kept at once; 0 takes what suits the device."""
+    """Most logits in memory at the same time. 0: a good number for the device."""
     deterministic: bool = False
-    """Use only deterministic operations of PyTorch; an operation that has no deterministic form fails. A GPU needs it
-    for equal bits, and is slower; a CPU does not need it."""
+    """Use deterministic algorithms of PyTorch only; an operation without one fails. GPUs need it for equal bits, and
+    are slower; CPUs do not."""
     invariant: bool = Context.invariant
-    """Log-probabilities that generators record are those of the trainer to the bit, whatever the batch and the threads;
-    on CPUs, with a C compiler. Slower."""
+    """Make the log-probabilities that generators record equal the trainer's bit for bit, for any batch and number of
+    threads. On CPUs, with a C compiler; slower."""
     optimizer_state: OptimizerState = "auto"
-    """Where AdamW's moments lie: on the GPU; or on the host, from where a step fetches some at a time. auto takes the
-    host if nothing else fits a GPU of a known kind. The bits are the same."""
+    """Where AdamW's moments are kept. device: on the GPU; host: in host memory, from which a step fetches some at a
+    time, with equal bits. auto: host if nothing else fits a GPU of a known kind."""
     replay_routing: bool = Context.replay_routing
-    """For a mixture of experts: generators record the experts of each token, and policies send the token through the
-    same ones, whatever their routers choose by then."""
+    """For a mixture of experts: generators record the experts of each token, and policies use these instead of their
+    router's choice."""
     retries: Count = Rules.retries
-    """How often a group that failed is tried again; not at a node with state, or one that fires per update, whose
-    failure ends the run."""
+    """How often a failed group is tried again. A node with state, or one that fires per update, is not: its failure
+    stops the run."""
     on_failure: Literal["stop", "replace"] = Rules.on_failure
-    """What follows when a group fails for good: stop the run, or count it as failed and take another. At a node with
-    state, or one that fires per update, the run stops."""
+    """When a group has failed for good. stop: stop the run; replace: count it as failed and take another. A failure of
+    a node with state, or of one that fires per update, always stops the run."""
     lost_replica: Literal["stop", "replace"] = Rules.lost_replica
-    """What follows when a replica of a generator or scorer dies: stop the run; or begin its groups again on others, and
-    start it again where its agent lives (docs/hosts.md)."""
+    """When a replica of a generator or scorer dies. stop: stop the run; replace: start its groups again on other
+    replicas, and start it again if its agent is alive (docs/hosts.md)."""
     restarts: Annotated[Count, RESTARTS_ON_RESUME] = 0
-    """How often a run goes on by itself from its last checkpoint after it has lost a process that it needs, such as a
-    trainer's rank. A run that fails by an error of a node does not."""
+    """How often a run that loses a process it needs, such as a rank of the trainer, restarts by itself from its last
+    checkpoint. It does not restart after an error of a node."""
     drops: Positive = Rules.drops
-    """Batches of groups that filters may drop for each update under way before the run is stopped."""
+    """Batches of groups that filters may drop for each update under way; then the run stops."""
     failures: Positive = Rules.failures
-    """Batches of failures, each try counted, for each update under way before the run is stopped."""
+    """Batches of failed tries for each update under way; then the run stops."""
     deadline: Seconds = 600.0
-    """Seconds that any piece of work may take before the run is stopped and the culprit named."""
+    """Seconds that any piece of work may take; then the run stops and names it."""
     startup_deadline: Seconds = 120.0
     """Seconds for all processes to start."""
-    grace: Annotated[Seconds, OnResume("Seconds from a wish to stop to the end of everything.")] = GRACE_S
-    """Seconds from a wish to stop (Ctrl-C; SIGTERM or SIGUSR1 of a cluster manager that takes the machine away) to the
-    end of everything, with a checkpoint if one can be made. Choose some seconds less than the manager gives."""
-    save_samples: Annotated[Count, OnResume("Prompt groups of each update that samples.jsonl keeps.")] = 1
-    """Prompt groups of each update that samples.jsonl keeps, with texts and rewards, for you to read; 0 is none."""
+    grace: Annotated[Seconds, OnResume("Seconds from a request to stop to the end of all processes.")] = GRACE_S
+    """Seconds from a request to stop (Ctrl-C; SIGTERM or SIGUSR1 before a preemption) to the end of all processes. A
+    checkpoint is made if there is time. Take some seconds less than the cluster manager gives."""
+    save_samples: Annotated[Count, OnResume("Prompt groups of each update to write to samples.jsonl.")] = 1
+    """Prompt groups of each update to write to samples.jsonl, with texts and rewards; 0: none."""
     track: Annotated[tuple[TrackerName, ...], Shown("TRACKER …", "none"), TRACK_ON_RESUME] = ()
-    """Trackers that get the metrics, the configuration and the report: tensorboard, wandb, trackio, mlflow; each as
-    its own client is configured."""
-    track_project: Annotated[str, Shown("NAME", "what the client's environment says, or penstock")] = ""
-    """Project, or experiment, of the run in its trackers."""
+    """Trackers that get metrics, configuration and report: tensorboard, wandb, trackio, mlflow. Each is configured as
+    usual for its client."""
+    track_project: Annotated[str, Shown("NAME", "that of the client's environment, or penstock")] = ""
+    """Project (or experiment) of the run in its trackers."""
 
     @staticmethod
     def from_json(data: Any) -> "RunOptions":

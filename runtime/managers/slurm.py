@@ -87,7 +87,7 @@ class SlurmAgents:
             return own_address(f"tcp://{resolved(to)}:1")
         except (AddressError, OSError) as error:
             needed = "needed --bind HOST:PORT, where the nodes reach this machine"
-            raise AgentsError(f"--on slurm: no way leads to node {others[0]} at {to} ({error}); {needed}") from None
+            raise AgentsError(f"--on slurm: no route to node {others[0]} at {to} ({error}); {needed}") from None
 
     def start(self, ticket: Path, tell: Callable[[str], None]) -> None:
         log = make_folder(ticket.parent / "logs") / "srun.err"

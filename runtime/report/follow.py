@@ -253,5 +253,5 @@ def cause_of(event: Event) -> Cause:
         case Published() | Arrived() | Swapped():
             return CAUSES[type(event)].format(event.channel, event.replica), event.version
         case ReplicaLost(replica) | ReplicaJoined(replica):
-            return f"{replica} was {'lost' if isinstance(event, ReplicaLost) else 'there again'}", 0
+            return f"{replica} was {'lost' if isinstance(event, ReplicaLost) else 'back'}", 0
     return "the stage began" if isinstance(event, Begin) else "a checkpoint was due", 0

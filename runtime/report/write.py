@@ -37,7 +37,7 @@ def write_report(
     be written; `choice` is the flag that names that file."""
     facts = read_facts(folder, alive=alive)
     if alive:
-        facts.notes.insert(0, "The run goes on: what it has written so far is shown.")
+        facts.notes.insert(0, "The run is in progress; this is what it has written so far.")
     report = make_report(facts, time_limit(limit_s))
     write_atomic(path, page(report).encode(), choice)
     return report

@@ -115,8 +115,8 @@ def test_a_killed_controller_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("whom", "deadline", "named"),
     [
-        (rank_of("scorer"), 600.0, "no sign of life from scorer/0 rank 0"),
-        (Running.agent, 60.0, "no sign of life from the agent of host local"),
+        (rank_of("scorer"), 600.0, "no heartbeat from scorer/0 rank 0"),
+        (Running.agent, 60.0, "no heartbeat from the agent of host local"),
     ],
 )
 def test_a_stopped_rank_is_found_by_its_silence(

@@ -135,7 +135,7 @@ def test_a_host_that_is_gone_before_its_time_is_a_preemption_too(tmp_path: Path)
     with Running(folder) as running:
         running.until(mark.exists, "the third update began")
         running.signal(signal.SIGTERM, running.agent())
-        running.until(lambda: any("stopping" in n or "taken away" in n for n in running.notes), "it was heard")
+        running.until(lambda: any("stopping" in n or "is preempted" in n for n in running.notes), "it was heard")
         running.signal(signal.SIGKILL, running.agent())
         assert running.wait() == 75, running.errors
     assert (summary(folder)["status"], summary(folder)["cause"]) == ("stopped", "preempted")
@@ -152,7 +152,7 @@ def test_a_run_that_is_given_other_hosts_goes_on_there_with_the_bits_of_one_that
     others.write_text('bind = "127.0.0.1:0"\n' + "".join(f'[[hosts]]\nname = "{n}"\ncores = 1\n' for n in ("n7", "n8")))
     done = penstock("resume", str(folder), "--cluster", str(others), "--plain")
     assert done.returncode == 0, done.stderr
-    assert "made anew" not in done.stdout
+    assert "a new plan is made" not in done.stdout
     plan = RunConfig.load(RunFolder.open(folder)).plan
     assert {replica.name: replica.hosts for replica in plan.replicas} == {
         "generator/0": ("n8",), "scorer/0": ("n7",), "trainer/0": ("n7",)

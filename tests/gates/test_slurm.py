@@ -170,7 +170,7 @@ def test_a_run_that_is_preempted_goes_on_on_other_nodes_with_the_bits_of_one_tha
         )
         high = slurm.say("sbatch", "--parsable", *taken).strip()
         try:
-            until(lambda: "taken away" in run.said, "the job was told")
+            until(lambda: "is preempted" in run.said, "the job was told")
             (holds / "20").unlink()
             until(lambda: slurm.state(high)["JobState"] == "RUNNING", "the node was taken")
             (holds / "25").unlink()

@@ -126,7 +126,7 @@ def test_a_run_that_goes_on_is_said_to_and_nothing_of_it_is_missed(folder: Path,
         found = facts("report", folder)
     finally:
         run.unlock()
-    assert found["notes"] == ["The run goes on: what it has written so far is shown."]
+    assert found["notes"] == ["The run is in progress; this is what it has written so far."]
     assert (found["status"], 0 < found["updates"] < 6) == ("running", True)
 
 

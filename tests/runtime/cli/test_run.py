@@ -905,7 +905,7 @@ def test_hosts_of_other_names_take_the_places_of_the_former_ones(
     first, second = processes.configs
     assert hosts_of(second) == {"generator/0": "n8", "scorer/0": "n7", "trainer/0": "n7"}
     assert [r.ranks[0].threads for r in first.plan.replicas] == [r.ranks[0].threads for r in second.plan.replicas]
-    assert "made anew" not in capsys.readouterr().out
+    assert "a new plan is made" not in capsys.readouterr().out
     # The next resume needs no file again.
     assert resume(on_two, "--updates", 99) == 0
     assert hosts_of(processes.configs[2]) == hosts_of(second)

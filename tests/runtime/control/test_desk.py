@@ -509,8 +509,8 @@ def test_too_few_agents_are_told_by_who_came_who_is_missing_and_who_was_refused(
         with pytest.raises(EnrolmentError) as raised:
             office.wait(3, seconds=1.0)
     lines = str(raised.value).splitlines()
-    assert "1 of 3 agents came" in lines[0]
-    assert [line for line in lines if line.startswith("  came: n0 ")]
+    assert "1 of 3 agents joined" in lines[0]
+    assert [line for line in lines if line.startswith("  joined: n0 ")]
     assert "  missing: number 1, 2" in lines
     assert [line for line in lines if line.startswith("  refused: the agent of n2 ") and "torch 1.0.0" in line]
 
@@ -523,7 +523,7 @@ def test_agents_whose_managers_number_each_host_alone_leave_no_number_missing(of
         until(lambda: ready(office) == 2)
         with pytest.raises(EnrolmentError) as raised:
             office.wait(3, seconds=1.0)
-    assert "2 of 3 agents came" in str(raised.value)
+    assert "2 of 3 agents joined" in str(raised.value)
     assert "missing" not in str(raised.value)
 
 
@@ -637,7 +637,7 @@ def test_an_agent_that_left_before_the_run_began_is_replaced_by_the_next(
         (slot,) = office.wait(1, one)
     monkeypatch.setattr(desk, "SILENCE_S", 0.5)  # not before it has its slot, however long that takes
     office.desk._wake()
-    office.heard("has left: no sign of life")
+    office.heard("has left: no heartbeat")
     assert office.desk.vacant() == [slot]
     agent = office.agent()
     office.begin(slot)

@@ -73,7 +73,7 @@ def until_again(running: Running, replica: str, times: int, where: str = " rank 
     """Until a replica that was lost has come so often."""
 
     def came(line: Line) -> bool:
-        return line.get("kind") == "note" and line["text"] == f"{replica}{where} is there again"
+        return line.get("kind") == "note" and line["text"] == f"{replica}{where} has rejoined"
 
     running.until(lambda: len([line for line in list(running.lines) if came(line)]) >= times, f"{replica} came again")
 

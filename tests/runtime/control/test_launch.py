@@ -236,7 +236,7 @@ def test_a_controller_that_is_silent_for_too_long_ends_the_run_and_is_named(
         monkeypatch.setattr(launcher_module, "QUIET_S", 0.2)  # at its start it may wait for a disk
 
     def told(line: Line) -> None:
-        if "nothing for 0.2 s" in line["text"]:
+        if "not answered for 0.2 s" in line["text"]:
             run.launcher.deadline = 1.0
 
     run.when |= {"ready": begin, "note": told}
@@ -247,7 +247,7 @@ def test_a_controller_that_is_silent_for_too_long_ends_the_run_and_is_named(
     error = run.said("error")
     assert error["code"] == "controller"
     assert f"(process {pid}) {'is stopped' if number else 'hangs'}" in error["text"]
-    assert "nothing for 1 s" in error["text"]
+    assert "not answered for 1 s" in error["text"]
 
 
 def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +277,7 @@ def test_a_controller_that_does_not_heed_a_stop_or_a_dead_agent_is_ended(
 
 
 DEATHS = {
-    "controller": ("controller", signal.SIGKILL, "the controller (pid 0) ended: killed by SIGKILL, last heard of in"),
+    "controller": ("controller", signal.SIGKILL, "the controller (pid 0) ended: killed by SIGKILL, last seen in"),
     "rank": ("local-pool/0", signal.SIGKILL, "local-pool/0 rank 0 died: killed by SIGKILL"),
     "rank that ends itself": ("local-pool/0", signal.SIGTERM, "local-pool/0 rank 0 died: "),
 }
