@@ -92,7 +92,7 @@ class TrackerProcess:
         with self._lock:
             first, self.warning = not self.warning, self.warning or f"{self.name}: {text}"
         if first:
-            # At the end of the run, the run does not go on.
+            # While the command waits for trackers, the run has ended.
             meanwhile = "" if self.ending else "; the run goes on"
             self._say({"level": "warning", "text": f"{self.warning}{meanwhile}"})
 
