@@ -411,6 +411,17 @@ def test_means_over_rows_are_of_all_rows_of_an_update_however_many_each_group_ha
             assert "none" not in row
 
 
+def test_a_report_has_the_lag_of_each_group_also_of_those_that_a_checkpoint_had(tmp_path: Path) -> None:
+    stopped = prepared(tmp_path, "uneven", replace(TOY, checkpoint_every=1), lag=3)
+    stop_after(stopped, 2)
+    for _ in range(2):
+        report = make_report(read_facts(RunFolder.open(stopped)), lambda: False)
+        assert sum(report.lags.values()) == report.facts.updates * BATCH
+        assert max(report.lags) <= 3
+        run_here(stopped)
+    assert report.facts.updates == UPDATES
+
+
 def test_a_figure_that_is_no_number_is_noted_and_nothing_follows(tmp_path: Path) -> None:
     flags = RunOptions(updates=2, batch=2, slots=16, eval_groups=2, checkpoint_every=1, deadline=60.0)
     made = make_run(tmp_path / "r", FILE + "no_numbers", {}, flags, evaluate=True)

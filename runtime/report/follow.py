@@ -1,14 +1,16 @@
 """The work of each rank, derived event by event from a run's log or from a simulation. Pure.
 
-`Follow.step` takes an event and the commands that followed it, and `close` returns the result as `Followed`. Times are
-integer nanoseconds on one clock, so that sums are exact. A command is sent to every rank of a replica, and each
-answers. A rank does one thing after the other, except in a stream, which works on several firings at once. So work
-outside a stream began when it was commanded, or when the rank was done with its work before.
+`Follow.step` takes an event and the commands that followed it, and `close` returns the result as `Followed`; groups
+that a checkpoint has read the `versions` that it is given. Times are integer nanoseconds on one clock, so that sums are
+exact. A command is sent to every rank of a replica, and each answers. A rank does one thing after the other, except in
+a stream, which works on several firings at once. So work outside a stream began when it was commanded, or when the rank
+was done with its work before.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from msgspec import structs
 
@@ -92,14 +94,16 @@ class Followed:
     """The result.
 
     work: all work, in the order in which it ended. swaps: (time, version) of each swap on a rank. ends: the time at
-    which each update was over. lags: how many groups were consumed, by update minus version. batches: how many groups
-    each update took. again: firings that asked for another turn. dropped: firings that dropped their group.
+    which each update was over. versions: by group and node, the oldest weights that it read. lags: of each consumed
+    group, its update minus the oldest version. batches: how many groups each update took. again: firings that asked for
+    another turn. dropped: firings that dropped their group.
     """
 
     work: list[Work] = field(default_factory=list)
     swaps: defaultdict[RankId, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     ends: dict[int, int] = field(default_factory=dict)
-    lags: Counter[int] = field(default_factory=Counter)
+    versions: dict[int, dict[str, int]] = field(default_factory=dict)
+    lags: dict[int, int] = field(default_factory=dict)
     batches: dict[int, int] = field(default_factory=dict)
     again: set[Firing] = field(default_factory=set)
     dropped: set[Firing] = field(default_factory=set)
@@ -118,16 +122,19 @@ class Follow:
     """`step` takes an event, its time and the commands that followed. `in_work` counts each rank's firings and
     snapshots."""
 
-    def __init__(self, tables: Tables, streaming: Collection[str], live: Mapping[tuple[str, str], int]) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        streaming: Collection[str],
+        live: Mapping[tuple[str, str], int],
+        versions: Mapping[int, dict[str, int]] = MappingProxyType({}),
+    ) -> None:
         self.tables, self.streaming = tables, streaming
-        self.found = Followed()
+        self.found = Followed(versions=dict(versions))
         self.in_work = dict.fromkeys(lanes(tables), 0)
         self._live = dict(live)
         self._open: dict[Answer, Work] = {}
         self._free = dict.fromkeys(lanes(tables), 0)
-        self._versions: dict[int, int] = {}
-        # The update that was fired last, and the lag of each group that it took.
-        self._counted: tuple[int, dict[int, int]] = (-1, {})
 
     def step(self, time: int, event: Event, commands: Sequence[Command]) -> None:
         for said in each(event):
@@ -217,19 +224,17 @@ class Follow:
             channels = (*(channel for channel, _ in step.weights), *step.fixed)
             version = min((self._live.get((channel, fire.replica), 0) for channel in channels), default=None)
             if version is not None and step.weights:
-                self._versions[firing.index] = min(version, self._versions.get(firing.index, version))
+                read = self.found.versions.setdefault(firing.index, {})
+                # A group that begins again has nothing of its first attempt.
+                begins = not (firing.turn or firing.segment)
+                read[step.name] = version if begins else min(version, read.get(step.name, version))
         elif fire.groups:
             # Each part before this one has the same number of groups.
             taken = (firing.segment + 1) * len(fire.groups)
             self.found.batches[firing.index] = max(taken, self.found.batches.get(firing.index, 0))
-            # If several steps take the groups of an update, the first one pops their versions: each group counts once.
-            known = {g: firing.index - self._versions.pop(g) for g in fire.groups if g in self._versions}
-            # Groups that the update could not read are made again, and must count once.
-            before, counted = self._counted
-            counted = counted if before == firing.index else {}
-            self.found.lags.subtract(counted[g] for g in known if g in counted)
-            self.found.lags.update(known.values())
-            self._counted = firing.index, counted | known
+            for group in fire.groups:
+                if read := self.found.versions.get(group):
+                    self.found.lags[group] = firing.index - min(read.values())
         kind: Kind = "update" if step.per_update else "group"
         self._ask(time, fire, kind, firing.node, firing.index, cause, version)
 

@@ -255,33 +255,42 @@ def _lives(folder: RunFolder, notes: list[str], alive: bool) -> list[Life]:
         notes.append(f"The event log is damaged; what comes before the damage is shown. {damage}")
     lives: list[Life] = []
     for number, segment in enumerate(segments):
-        lives.append(_life(segment, lives[-1].end if lives else 0, notes))
+        lives.append(_life(segment, lives, notes))
         if segment.ended is None and damage is None and not (alive and number == len(segments) - 1):
             part = "The event log" if len(segments) == 1 else f"Part {number + 1} of the event log"
             notes.append(f"{part} has no end: its process was killed.")
     return lives
 
 
-def _life(segment: Segment, begin: int, notes: list[str]) -> Life:
-    logs = [log for log in segment.stages if log.steps]
+def _life(segment: Segment, before: Sequence[Life], notes: list[str]) -> Life:
+    logs, begin = [log for log in segment.stages if log.steps], before[-1].end if before else 0
+    versions: dict[int, dict[str, int]] = {}
+    for stage in (stage for life in before for stage in life.stages if stage.name == TRAIN):
+        versions |= stage.followed.versions
     begins = [begin + round(log.steps[0].time * NS) for log in logs]
     # A life lasts until its last record: a killed process has written no end.
     last = max((log.steps[-1].time for log in logs), default=0.0)
     end = max(begin + round(last * NS), *begins, begin)
     # A stage lasts until the next one begins.
-    stages = [_stage(log, begin, until, notes) for log, until in zip(logs, [*begins[1:], end], strict=False)]
+    ends = [*begins[1:], end]
+    stages = [_stage(log, begin, until, versions, notes) for log, until in zip(logs, ends, strict=False)]
     # Processes start before the first stage begins.
     starting = (begins[0] if begins else end) - begin
     accuracy = segment.stages[-1].facts.get("accuracy", {}) if segment.stages else {}
     return Life(begin, end, stages, starting, segment.ended, segment.facts.get("cut"), accuracy)
 
 
-def _stage(log: StageLog, zero: int, end: int, notes: list[str]) -> StageHistory:
-    """Replay the scheduler of a stage, and note the work of its ranks, their causes of idle time, and queue depths."""
+def _stage(
+    log: StageLog, zero: int, end: int, versions: Mapping[int, dict[str, int]], notes: list[str]
+) -> StageHistory:
+    """Replay the scheduler of a stage, and note the work of its ranks, their causes of idle time, and queue depths.
+    `versions` are those that the groups of earlier lives read: the stage's checkpoint may have some of these groups."""
     try:
         origin = SegmentOrigin.from_json(log.facts)
         tables = Tables(origin.graph, origin.plan)
-        scheduler, follow = origin.scheduler(tables), Follow(tables, streams(origin.graph), origin.live)
+        made = {ordinal: nodes for ordinal, nodes, *_ in (origin.saved or {}).get("groups", ())}
+        kept = {g: {n: v for n, v in versions.get(g, {}).items() if n in nodes} for g, nodes in made.items()}
+        scheduler, follow = origin.scheduler(tables), Follow(tables, streams(origin.graph), origin.live, kept)
     except ValueError as error:
         raise ReportError(f"events.log: given a stage of another format ({error}); needed format {FORMAT}") from None
     time = begin = due = zero + round(log.steps[0].time * NS)

@@ -118,9 +118,12 @@ class Report:
 
     @cached_property
     def lags(self) -> dict[int, int]:
-        """The number of groups by lag: how many updates old the weights were that they began with, over all lives."""
-        found = sum((stage.followed.lags for stage in self.facts.training), Counter[int]())
-        return dict(sorted(found.items()))
+        """The number of groups by lag: how many updates old the weights were that they began with, over all lives. A
+        group that a resume took again counts once."""
+        found: dict[int, int] = {}
+        for stage in self.facts.training:
+            found |= stage.followed.lags
+        return dict(sorted(Counter(found.values()).items()))
 
     @cached_property
     def tokens(self) -> tuple[dict[int, float], dict[int, float]]:

@@ -132,22 +132,28 @@ def first_usual(stage: StageHistory, step: NodeStep) -> int:
 
 def firings(work: Iterable[Work]) -> dict[tuple[str, int], float]:
     """Seconds of each completed firing, from its first rank's start to its last rank's end. A firing that has paused
-    has the sum of its segments. A firing that was repeated, as after the loss of a replica, has its last attempt."""
-    attempts: defaultdict[tuple[str, int], dict[tuple[int, int], Work]] = defaultdict(dict)
-    for item in sorted(work, key=lambda item: item.start):
-        if item.kind in ("group", "update") and item.outcome in ("", "dropped"):
-            own = attempts[named(item.name, item.turn), item.index]
-            # A rank runs each segment once, so this is another attempt.
-            if (item.segment, item.rank) in own:
-                own.clear()
-            own[item.segment, item.rank] = item
+    has the sum of its segments."""
     found: dict[tuple[str, int], float] = {}
-    for firing, own in attempts.items():
+    for firing, own in last_attempts(work).items():
         spans: dict[int, tuple[int, int]] = {}
         for (segment, _), item in own.items():
             start, end = spans.get(segment, (item.start, item.end))
             spans[segment] = (min(start, item.start), max(end, item.end))
         found[firing] = sum(end - start for start, end in spans.values()) / NS
+    return found
+
+
+def last_attempts(work: Iterable[Work]) -> dict[tuple[str, int], dict[tuple[int, int], Work]]:
+    """By name (with the turn) and index of each completed firing, its work by segment and rank. A firing that was
+    repeated, as after the loss of a replica, has its last attempt."""
+    found: defaultdict[tuple[str, int], dict[tuple[int, int], Work]] = defaultdict(dict)
+    for item in sorted(work, key=lambda item: item.start):
+        if item.kind in ("group", "update") and item.outcome in ("", "dropped"):
+            own = found[named(item.name, item.turn), item.index]
+            # A rank runs each segment once, so this is another attempt.
+            if (item.segment, item.rank) in own:
+                own.clear()
+            own[item.segment, item.rank] = item
     return found
 
 
@@ -427,9 +433,13 @@ def with_crowding(stage: StageHistory, durations: Durations, pool: str, crowd: C
     if not crowd.share:
         return durations
     works: dict[str, dict[tuple[str, int], float]] = {}
-    for item, work in _integrals(group_work(stage, pool), crowd.pace):
-        own, key = works.setdefault(item.name, {}), (named(item.name, item.turn), item.index)
-        own[key] = own.get(key, 0.0) + work / NS
+    done = group_work(stage, pool)
+    last = {id(item) for own in last_attempts(done).values() for item in own.values()}
+    # Attempts that were repeated crowd their replica, and are no part of what a firing takes.
+    for item, work in _integrals(done, crowd.pace):
+        if id(item) in last:
+            own, key = works.setdefault(item.name, {}), (named(item.name, item.turn), item.index)
+            own[key] = own.get(key, 0.0) + work / NS
     steps = stage.tables.steps
     shared = SharedPace({n: Empirical.of(own, first_usual(stage, steps[n])) for n, own in works.items()}, crowd)
     return replace(durations, nodes={**durations.nodes, **dict.fromkeys(works, shared)})

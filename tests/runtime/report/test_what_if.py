@@ -17,14 +17,17 @@ from penstock.runtime.report.what_if import (
     Crowding,
     Empirical,
     Fit,
+    SharedPace,
     WhatIfTable,
     crowding,
     firings,
     fit,
+    group_work,
     period,
     predict,
     verdict,
     what_if,
+    with_crowding,
 )
 from penstock.runtime.schedule.simulator import Durations
 
@@ -86,6 +89,23 @@ def test_a_firing_that_was_done_again_took_as_long_as_the_last_time() -> None:
     again = [firing(0, 1000, 1040), replace(firing(0, 1001, 1050), rank=1)]
     assert firings(first) == {("generate", 0): pytest.approx(22 / NS)}
     assert firings([*first, *again]) == {("generate", 0): pytest.approx(50 / NS)}
+
+
+def test_an_attempt_that_was_done_again_crowds_others_and_is_no_part_of_what_a_firing_takes(made: Made) -> None:
+    (stage,) = read_facts(made.folder).training
+    fitted = fit(stage)
+    assert fitted is not None
+    done = group_work(stage, "generator")
+    crowd = Crowding(0.5, 1.0)
+    lost = replace(done[-1], start=done[-1].end + 10**12, end=done[-1].end + 2 * 10**12)
+    seconds = []
+    for work in (stage.followed.work, [*stage.followed.work, replace(lost, index=done[0].index)]):
+        again = replace(stage, followed=replace(stage.followed, work=work))
+        shared = with_crowding(again, fitted.durations, "generator", crowd).nodes["fake_generate"]
+        assert isinstance(shared, SharedPace)
+        seconds.append(shared.work["fake_generate"]("fake_generate", done[0].index))
+    assert seconds[0] < 500
+    assert seconds[1] == pytest.approx(1000)
 
 
 def test_what_a_group_owes_to_those_beside_it_is_fitted() -> None:
