@@ -50,8 +50,9 @@ from penstock.runtime.schedule.events import (
 from penstock.runtime.tensor.checkpoint import require_savable
 from penstock.runtime.tensor.object_store import life_of
 from penstock.runtime.tensor.offload import Offload, OffloadError, give_back
-from penstock.runtime.tensor.process_group import all_say
+from penstock.runtime.tensor.process_group import all_say, first_line
 from penstock.runtime.tensor.shm import ObjectRef, ObjectRefError, owner_of
+from penstock.runtime.tensor.streams import is_lost
 
 # Fixed workspace sizes: otherwise cuBLAS chooses its order of summation by the free workspace that streams share.
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
@@ -63,6 +64,11 @@ def be_deterministic() -> None:
     os.environ.update([WORKSPACE])
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+
+
+class GpuLostError(BaseException):
+    """A rank has lost its GPU. It ends its process without more ado, as one that has died: a new one may have the GPU.
+    No `Exception`, which would fail a firing alone."""
 
 
 class Offloading:
@@ -180,6 +186,7 @@ class Executor:
         carried = self.held.carried.values()
         threaded = not self.held.streams and any(isinstance(each, Threaded) and each.own_threads() for each in carried)
         self.threads = 1 if threaded else place.threads
+        self._device = torch.device(place.device)
         self.doing: object = ""
         self._order = Order(())
         self._handles: dict[Key, ObjectRef] = {}
@@ -403,8 +410,15 @@ class Executor:
         made = node.clock == "group" and not isinstance(held.definition, Filter)
         return chosen and self.setup.rank == 0 and made and not node.name.startswith(EVALUATION)
 
+    def _require_gpu(self, error: BaseException) -> None:
+        """Raises GpuLostError if, after an error, nothing else could end well in this process."""
+        if is_lost(self._device):
+            given = first_line(error)
+            raise GpuLostError(f"{self._device} cannot be used by this process any more: {given}") from error
+
     def _failure(self, firing: Firing, began: float, error: BaseException, *, begun: bool = True) -> Result:
         """The answer of a firing that raised. `begun`: the node had its inputs."""
+        self._require_gpu(error)
         held = self.held.nodes.get(firing.node)
         written = f", written at {held.node.where}" if held is not None and held.node.where else ""
         text = f"{firing} on {self.setup.replica} rank {self.setup.rank}{written}:\n{told(error)}"

@@ -66,6 +66,18 @@ def fence(device: torch.device) -> Fence:
     return event
 
 
+def is_lost(device: torch.device) -> bool:
+    """Has a kernel, or the card, failed so that the driver answers this process with that fault from now on, whatever
+    it asks for? Others may use the GPU, and a new process can."""
+    if device.type == "cpu":
+        return False
+    try:
+        current_stream(device).query()
+    except RuntimeError:
+        return True
+    return False
+
+
 @contextmanager
 def on_stream(stream: Any, device: torch.device) -> Iterator[None]:
     """In the block, this thread queues its work on a stream of `device`, which is its current device."""

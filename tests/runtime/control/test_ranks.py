@@ -19,14 +19,14 @@ from penstock.nodes.curriculum import Varied
 from penstock.nodes.fake import FakePolicy, FakePrompts
 from penstock.runtime.cluster.placement import Plan, Rank
 from penstock.runtime.control import checkpointing
-from penstock.runtime.control.executor import Executor
+from penstock.runtime.control.executor import Executor, GpuLostError
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.rank_setup import InputRead, RankSetup
 from penstock.runtime.control.rank_state import HeldValues, History, join, private
 from penstock.runtime.control.weight_channels import LocalChannels
 from penstock.runtime.record.checkpoints import StateError
 from penstock.runtime.schedule.events import Abort, Command, Copied, Done, Failed, Fire, Free, Save, Saved
-from penstock.runtime.tensor import offload
+from penstock.runtime.tensor import offload, streams
 from penstock.runtime.tensor.checkpoint import CheckpointShard
 from penstock.runtime.tensor.codec import CodecError, decode, encode
 from penstock.runtime.tensor.shm import ObjectRef
@@ -151,6 +151,38 @@ def test_firings_of_a_step_that_raises_fail_once_and_may_be_submitted_again(tmp_
     fire(executor, "basket", [2, 0, 1, 3])
     assert answers(executor.step()) == of("Done", "basket", 2, 0, 1, 3)
     assert executor.step() == []
+
+
+class Card:
+    """Stands for a GPU's stream: `fault` is what the driver answers to everything."""
+
+    fault = ""
+
+    def current_stream(self, device: torch.device) -> "Card":
+        return self
+
+    def query(self) -> bool:
+        if self.fault:
+            raise RuntimeError(self.fault)
+        return True
+
+
+def test_a_rank_whose_gpu_is_lost_ends_instead_of_failing_firing_after_firing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Card()
+    monkeypatch.setattr(streams, "streams_of", lambda device: card)
+    setup = make_setup(tmp_path, bad=1)
+    (pool,) = setup.plan.pools
+    replicas = tuple(replace(each, ranks=(Rank(device="cuda:0"),)) for each in pool.replicas)
+    setup = replace(setup, plan=Plan((replace(pool, replicas=replicas),)))
+    executor = Executor(setup, LocalChannels({}, "worker/0", 0, "cpu", {}), HeldValues(setup, {}))
+    fire(executor, "prompts", range(4))
+    fire(executor, "basket", [1])
+    assert answers(executor.step()) == of("Failed", "basket", 1)
+    card.fault = "CUDA error: an illegal memory access was encountered"
+    with pytest.raises(GpuLostError, match="cuda:0"):
+        fire(executor, "doubled", [3])  # of a basket that was never filled
 
 
 def test_groups_given_up_in_a_step_that_raised_are_never_answered(tmp_path: Path) -> None:
