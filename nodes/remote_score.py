@@ -45,6 +45,14 @@ MOST_BYTES = 1 << 20
 _USER = re.compile(r"https?://[^/?#]*@")
 
 
+class RetryLater(RuntimeError):
+    """A server is not to be called for so many `seconds`, of which at most `LONGEST_PAUSE_S` are waited."""
+
+    def __init__(self, what: str, seconds: float) -> None:
+        super().__init__(what)
+        self.seconds = seconds
+
+
 class RemoteScorer:
     """State of `remote_score`: a `Stream` of groups. `concurrency` calls of all groups together are made at once; each
     may take `deadline` seconds, and is retried `retries` times."""
@@ -129,7 +137,8 @@ class RemoteScorer:
                 except Exception as error:
                     cause, why = error, f"{type(error).__name__}: {error}"
             if tried < self.retries:
-                await asyncio.sleep(pause)
+                asked = cause.seconds if isinstance(cause, RetryLater) else 0.0
+                await asyncio.sleep(max(pause, min(asked, LONGEST_PAUSE_S)))
                 pause = min(2 * pause, LONGEST_PAUSE_S)
         what = f": {self.retries + 1} calls failed, the last with {why}"
         raise ScoreError.on(self.by, rollouts, row, what) from cause
@@ -202,7 +211,7 @@ def remote_score(
 
     `concurrency` calls are made at once, of all prompt groups of a rank together. A call that raises, returns no finite
     number, or does not end within `deadline` seconds is retried `retries` times, with pauses that double from
-    `PAUSE_S`. If all tries fail, so does the group: ScoreError names it and the row, and the run's `--retries` and
+    `PAUSE_S`, or as long as a `RetryLater` says. If all tries fail, so does the group: ScoreError names it and the row, and the run's `--retries` and
     `--on-failure` say what follows. The wait for a place among the `concurrency` calls does not count.
 
         rewards = remote_score(rollouts, by=partial(http_reward, url="http://judge:8000/reward"), deadline=20.0)
@@ -245,7 +254,7 @@ def http_reward(
 
     The server gets a POST with the JSON object of `prompt`, `response` and `answer`, and the token in the environment
     variable `token_variable`, if that is given, as `Authorization: Bearer`. Raises for another status than 200, and for
-    another answer. `timeout` is in seconds, for each step of the connection.
+    another answer; `RetryLater` if the server says when to ask again (Retry-After, in seconds). `timeout` is in seconds, for each step of the connection.
     """
     if lack := _url_lack(url):
         raise ValueError(f"http_reward: url: given {lack[0]}, needed {lack[1]}")
@@ -258,14 +267,15 @@ def http_reward(
     request = urllib.request.Request(url, asked, headers, method="POST")
     try:
         with urllib.request.build_opener(_Stays).open(request, timeout=timeout) as reply:
-            status, said = reply.status, reply.read(MOST_BYTES)
+            status, said, later = reply.status, reply.read(MOST_BYTES), ""
             # The connection broke, or the text is too long: its beginning may be another number, such as 1 of 12.5.
             if reply.length:
                 raise RuntimeError(f"given {len(said)} bytes from {where}, needed all {len(said) + reply.length}")
     except HTTPError as error:
-        status, said = error.code, error.read(200)
+        status, said, later = error.code, error.read(200), error.headers.get("Retry-After", "")
     if status != 200:
-        raise RuntimeError(f"given status {status} from {where}: {said[:200]!r}, needed 200")
+        what = f"given status {status} from {where}: {said[:200]!r}, needed 200"
+        raise RetryLater(what, float(later)) if later.isdecimal() else RuntimeError(what)
     try:
         found = json.loads(said)
     except ValueError:

@@ -1,7 +1,7 @@
 """The server of a reward model on the loopback interface, which answers as a test says."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,7 +28,7 @@ class Server:
 
 @contextmanager
 def serving(
-    answer: Callable[[Asked, Server], tuple[int, bytes]], location: str = "", unsent: int = 0
+    answer: Callable[[Asked, Server], tuple[int, bytes]], headers: Mapping[str, str] | None = None, unsent: int = 0
 ) -> Iterator[Server]:
     """`unsent` bytes are announced and never come."""
     server, lock = Server(), Lock()
@@ -54,8 +54,8 @@ def serving(
                 with lock:
                     server.now -= 1
             self.send_response(status)
-            if location:
-                self.send_header("Location", location)
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(body) + unsent))
             self.end_headers()
             self.wfile.write(body)

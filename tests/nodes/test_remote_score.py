@@ -121,12 +121,33 @@ def test_a_call_that_fails_is_made_again_and_one_that_always_fails_fails_its_gro
     assert server.tries("7") == 3
 
 
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize(("said", "waited"), [("3", 3.0), ("99999", 20.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.01)])
+def test_a_server_that_says_when_to_ask_again_is_asked_then(
+    monkeypatch: pytest.MonkeyPatch, status: int, said: str, waited: float
+) -> None:
+    pauses, sleep = list[float](), asyncio.sleep
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(module, "LONGEST_PAUSE_S", 20.0)
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    with serving(
+        lambda asked, server: reward(asked) if server.tries("1") == 2 else (status, b"later"),
+        headers={"Retry-After": said},
+    ) as server:
+        found = played(scorer(partial(http_reward, url=server.url), retries=1), {0: group(0, "1")})
+    assert (found[0][0].values_N.tolist(), pauses) == ([1.0], [waited])
+
+
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_no_redirect_is_followed_and_no_token_sent_on(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     monkeypatch.setenv("JUDGE", "secret")
     with (
         serving(lambda asked, server: reward(asked)) as other,
-        serving(lambda asked, server: (status, b""), location=other.url) as server,
+        serving(lambda asked, server: (status, b""), headers={"Location": other.url}) as server,
     ):
         by = partial(http_reward, url=server.url, token_variable="JUDGE")
         (failed,) = played(scorer(by), {0: group(0, "1")}).values()
