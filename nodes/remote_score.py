@@ -211,8 +211,9 @@ def remote_score(
 
     `concurrency` calls are made at once, of all prompt groups of a rank together. A call that raises, returns no finite
     number, or does not end within `deadline` seconds is retried `retries` times, with pauses that double from
-    `PAUSE_S`, or as long as a `RetryLater` says. If all tries fail, so does the group: ScoreError names it and the row, and the run's `--retries` and
-    `--on-failure` say what follows. The wait for a place among the `concurrency` calls does not count.
+    `PAUSE_S`, or as long as a `RetryLater` says. If all tries fail, so does the group: ScoreError names it and the row,
+    and the run's `--retries` and `--on-failure` say what follows. The wait for a place among the `concurrency` calls
+    does not count.
 
         rewards = remote_score(rollouts, by=partial(http_reward, url="http://judge:8000/reward"), deadline=20.0)
 
@@ -254,7 +255,8 @@ def http_reward(
 
     The server gets a POST with the JSON object of `prompt`, `response` and `answer`, and the token in the environment
     variable `token_variable`, if that is given, as `Authorization: Bearer`. Raises for another status than 200, and for
-    another answer; `RetryLater` if the server says when to ask again (Retry-After, in seconds). `timeout` is in seconds, for each step of the connection.
+    another answer; `RetryLater` if the server says when to ask again (Retry-After, in seconds). `timeout` is in seconds,
+    for each step of the connection.
     """
     if lack := _url_lack(url):
         raise ValueError(f"http_reward: url: given {lack[0]}, needed {lack[1]}")
