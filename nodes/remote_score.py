@@ -255,8 +255,8 @@ def http_reward(
 
     The server gets a POST with the JSON object of `prompt`, `response` and `answer`, and the token in the environment
     variable `token_variable`, if that is given, as `Authorization: Bearer`. Raises for another status than 200, and for
-    another answer; `RetryLater` if the server says when to ask again (Retry-After, in seconds). `timeout` is in seconds,
-    for each step of the connection.
+    another answer; `RetryLater` if the server says when to ask again (Retry-After, in seconds). `timeout` is in
+    seconds, for each step of the connection.
     """
     if lack := _url_lack(url):
         raise ValueError(f"http_reward: url: given {lack[0]}, needed {lack[1]}")
