@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, stdev
@@ -182,6 +183,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="runs at once, one thread each")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/reward.json and the picture")
     args = parser.parse_args()
+    # Before any run of ours: theirs come later, and would end it.
+    if lacking := [name for name in ("trl", "transformers", "datasets", "accelerate") if find_spec(name) is None]:
+        parser.error(f"given an interpreter without {', '.join(lacking)}, needed them: pip install 'penstock[bench]'")
     if args.what == "serve":
         os.environ.update(HF_HUB_OFFLINE="1", WANDB_DISABLED="true", CUDA_VISIBLE_DEVICES="")
         serve(partial(work, base=str(shared_base(args.scratch))))
