@@ -233,8 +233,9 @@ class Follow:
             taken = (firing.segment + 1) * len(fire.groups)
             self.found.batches[firing.index] = max(taken, self.found.batches.get(firing.index, 0))
             for group in fire.groups:
-                if read := self.found.versions.get(group):
-                    self.found.lags[group] = firing.index - min(read.values())
+                oldest = min(self.found.versions.get(group, {}).values(), default=None)
+                if oldest is not None:
+                    self.found.lags[group] = firing.index - oldest
         kind: Kind = "update" if step.per_update else "group"
         self._ask(time, fire, kind, firing.node, firing.index, cause, version)
 
