@@ -1,17 +1,17 @@
 """What a run can do, as one table. Pure.
 
-Who reads it, and what for:
+Its readers:
 
-- the planner (`plan/candidates.py`): it proposes no layout that a row does not have;
-- the placement (`placement.place`, `placement.place_as`): it refuses meshes and hosts that a row does not have;
-- `check --plan` and `run --plan` (`control/run_plan.py`): whether a run here would take a plan;
-- the options of a run (`control/run_config.py`): the formats and transports that there are.
+- the planner (`plan/candidates.py`) proposes only layouts that a row allows;
+- the placement (`placement.place`, `placement.place_as`) refuses meshes and hosts that a row does not allow;
+- `check --plan` and `run --plan` check whether a run here accepts a plan;
+- the options of a run (`control/run_config.py`) have their formats and transports from here.
 
-What builds a feature changes its row here in the same commit, and nothing else says what is possible. Nodes refuse by
-themselves what they cannot do; `tests/runtime/plan/test_capabilities.py` compares that with these rows.
+A commit that builds a feature changes its row here; nothing else says what is possible. Nodes refuse by themselves what
+they cannot do; `tests/runtime/plan/test_capabilities.py` compares that with these rows.
 
-A lack is a `Fault`, whose code docs/check-errors.md has: `mesh-axis`, `mesh-cut`, `mesh-hosts`,
-`no-precision`, `not-invariant`, `model-kind`.
+A lack is a `Fault` with a code of docs/check-errors.md: `mesh-axis`, `mesh-cut`, `mesh-hosts`, `no-precision`,
+`not-invariant`, `model-kind`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ from penstock.graph.errors import Fault
 from penstock.graph.protocols import DATA, EXPERT, FSDP, STAGE, TENSOR, Axes, described
 from penstock.runtime.cluster.gpus import Gpu, Precision
 
-# What a pool does: it updates a policy, decodes, holds a model beside the policy (a reference, a critic, a reward
-# model), or none.
+# What a pool does: it updates a policy, decodes, holds another model (a reference, a critic, a reward model), or has no
+# model.
 Kind = Literal["trainer", "generator", "beside", "small"]
 
 
@@ -31,14 +31,14 @@ Kind = Literal["trainer", "generator", "beside", "small"]
 class Capability:
     """What replicas of one kind of pool may be.
 
-    axes: those of its mesh, outermost first; none: one rank.
-    one_axis: has a mesh one of them alone?
-    over_hosts: the axes that may cross hosts, or () where a replica has one host. `tp` is not among them: its ranks
+    axes: the possible axes of its mesh, outermost first; none: one rank.
+    one_axis: a mesh has at most one of these axes.
+    over_hosts: the axes that may cross hosts; () if a replica must be on one host. `tp` is not among them: its ranks
         wait for each other several times a layer.
-    replicas: may there be several? Else more GPUs are a larger mesh.
-    shared_heads: may several ranks of `tp` hold the same key-value head?
-    zero1: can weights stay whole over `fsdp`, with the optimizer's state alone sharded?
-    precisions: of the weights that it computes with, as a plan may have them.
+    replicas: there may be several replicas; otherwise more GPUs need a larger mesh.
+    shared_heads: several ranks of `tp` may hold the same key-value head.
+    zero1: weights may be whole over `fsdp`, with only the optimizer's state sharded.
+    precisions: the possible precisions of the weights that it computes with.
     """
 
     axes: tuple[str, ...] = ()
@@ -61,34 +61,34 @@ CAPABILITIES: Mapping[Kind, Capability] = {
     "small": Capability(),
 }
 
-# The `model_type`s that nodes have a decoder for (`nodes/model/families/`).
+# The values of `model_type` for which nodes have a decoder (`nodes/model/families/`).
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text")
-# Those of them whose MLPs are mixtures of experts.
+# The families whose MLPs are mixtures of experts.
 MIXTURES = ("qwen3_moe",)
 
-# Formats of the model that computes, of weights on their way ("" is the first), and how they go.
+# Formats of the computing model and of weights that are sent ("" is the model's), and the transports of weights.
 Dtype = Literal["float32", "bfloat16", "float16"]
 Wire = Literal["", "bfloat16", "int8", "fp8", "fp8_block"]
-# What a generator computes in, if that is not the run's dtype.
+# What a generator computes in; "" is the run's dtype.
 GeneratorPrecision = Literal["", "int8", "fp8"]
 Transport = Literal["auto", "messages", "shm", "cuda_ipc", "nccl"]
 # Whether the backward pass computes layers again; "auto" is decided before a run begins.
 Recompute = Literal["auto", "none", "layer"]
-# The first compute capability whose tensor cores do.
+# The first compute capability whose tensor cores compute in bfloat16.
 BFLOAT16_SINCE = 8
-# Where AdamW's moments lie but for the step that is at them; auto: on the host where nothing else fits.
+# Where AdamW's moments lie outside the optimizer step; auto: on the host if nothing else fits.
 OptimizerState = Literal["auto", "device", "host"]
-# Whether what is not needed between updates lies on the host.
+# Whether state that is not needed between updates is kept on the host.
 Offload = Literal["auto", "on", "off"]
 
 # A slot's cache has room for the longest prompt and response from the start (`nodes/generate/kv_cache.py`).
 DENSE_CACHE: bool = True
-# GPUs that trainer and generator share are used in turn only where no batch is decoded meanwhile: at this lag.
+# The lag at which trainer and generator may take turns with the same GPUs: at others a batch is decoded meanwhile.
 SHARED_LAG = 0
 
 
 class Seen(Protocol):
-    """What of a GPU decides in which formats it computes."""
+    """The facts of a GPU that decide in which formats it computes."""
 
     @property
     def name(self) -> str: ...
@@ -97,7 +97,7 @@ class Seen(Protocol):
 
 
 class Sizes(Protocol):
-    """What of a model decides how it can be cut, such as a planner's `Shape`."""
+    """The facts of a model that decide how it can be split, such as a planner's `Shape`."""
 
     @property
     def layers(self) -> int: ...
@@ -122,7 +122,7 @@ class Sizes(Protocol):
 
 
 def axis_lack(kind: Kind, mesh: Axes) -> Fault | None:
-    """What a mesh has that replicas of this kind of pool cannot."""
+    """Which axes of a mesh replicas of this kind of pool cannot have."""
     row = CAPABILITIES[kind]
     used = [name for name, size in mesh if size > 1]
     others = [name for name in used if name not in row.axes]
@@ -137,16 +137,16 @@ def axis_lack(kind: Kind, mesh: Axes) -> Fault | None:
 
 
 def cut_lack(kind: Kind, sizes: Sizes, mesh: Axes) -> Fault | None:
-    """What of a model a mesh does not divide: heads and width over `tp`, experts over `ep`, whole layers over `pp`."""
+    """Which sizes of a model a mesh does not divide: heads and width over `tp`, experts over `ep`, layers over `pp`."""
     row, axes, lacks = CAPABILITIES[kind], dict(mesh), []
     tp, ep, pp = axes.get(TENSOR, 1), axes.get(EXPERT, 1), axes.get(STAGE, 1)
     shared = row.shared_heads and tp % sizes.kv_heads == 0
-    # Over tp each rank has a part of every expert.
+    # Each rank of tp has a part of every expert.
     inner = sizes.expert_inner if sizes.experts else sizes.inner
     for count, name in ((sizes.heads, "heads"), (inner, "of an MLP's width")):
         lacks += [f"{count} {name} over tp {tp}"] if count % tp else []
     lacks += [] if sizes.kv_heads % tp == 0 or shared else [f"{sizes.kv_heads} key-value heads over tp {tp}"]
-    # The vocabulary is cut into equal pieces, of which the last one may be smaller.
+    # The vocabulary is split into equal pieces; the last one may be smaller, but not empty.
     if -(-sizes.vocab // tp) * (tp - 1) >= sizes.vocab:
         lacks.append(f"{sizes.vocab} words over tp {tp}")
     if ep > 1 and (not sizes.experts or sizes.experts % ep):
@@ -160,12 +160,12 @@ def cut_lack(kind: Kind, sizes: Sizes, mesh: Axes) -> Fault | None:
 
 
 def spread_lack(kind: Kind, mesh: Axes, hosts: Sequence[str], tp_over_hosts: bool) -> Fault | None:
-    """What keeps a replica's ranks from being on these hosts, one for each rank in the order of the mesh."""
+    """Why a replica's ranks cannot be on these hosts, given for each rank in the order of the mesh."""
     where = ", ".join(dict.fromkeys(hosts))
     inner = len(hosts)
     for name, size in mesh:
         outer, inner = inner, inner // size
-        # Ranks that differ on this axis alone are `inner` apart.
+        # Ranks that differ only on this axis are a multiple of `inner` apart.
         apart = any(hosts[at] != hosts[at - at % outer + at % inner] for at in range(len(hosts)))
         if not apart or name in CAPABILITIES[kind].over_hosts or (name == TENSOR and tp_over_hosts):
             continue
@@ -177,8 +177,8 @@ def spread_lack(kind: Kind, mesh: Axes, hosts: Sequence[str], tp_over_hosts: boo
 
 
 def precision_lack(kind: Kind, precision: Precision, gpu: Gpu | None = None, name: str = "GPUs") -> Fault | None:
-    """What keeps replicas of this kind of pool from computing with weights of a precision: on any device, or on this
-    kind of GPU, which is called `name`. Of GPUs without figures the device itself says it."""
+    """Why replicas of this kind of pool cannot compute with weights of a precision: on any device, or on this kind of
+    GPU, which is called `name`. A GPU without figures refuses by itself."""
     row, what = CAPABILITIES[kind], f"a {kind}'s weights"
     if precision not in row.precisions:
         needed = f"one of {', '.join(row.precisions)}: narrower weights travel (--wire), and are widened on arrival"
@@ -193,7 +193,7 @@ def precision_lack(kind: Kind, precision: Precision, gpu: Gpu | None = None, nam
 
 
 def precision_on_cpu_lack(precision: Precision) -> Fault | None:
-    """The same of a CPU, which emulates floats of eight bits."""
+    """As `precision_lack`, for a CPU, which would only emulate eight-bit floats."""
     if precision in ("fp8", "fp4"):
         return Fault(
             "no-precision", "a generator's weights", f"{precision} on a CPU", "int8, or a GPU that computes in it"
@@ -202,8 +202,8 @@ def precision_on_cpu_lack(precision: Precision) -> Fault | None:
 
 
 def invariance_lack(pool: str, mesh: Axes) -> Fault | None:
-    """What keeps log-probabilities of a pool's ranks from being the same bits as those of one (`RunOptions.invariant`):
-    sums over ranks, and passes from stage to stage that nothing has shown."""
+    """Why the log-probabilities of a pool's ranks may differ in bits from those of one rank (`RunOptions.invariant`):
+    sums over ranks, and pipeline stages, for which equality is not shown."""
     if cut := [f"{name}{size}" for name, size in mesh if size > 1 and name in (TENSOR, STAGE)]:
         given = f"{pool}={'x'.join(cut)}"
         return Fault("not-invariant", "--invariant", given, f"a {pool} without {TENSOR} and {STAGE}")
@@ -211,7 +211,7 @@ def invariance_lack(pool: str, mesh: Axes) -> Fault | None:
 
 
 def dtype_lack(dtype: Dtype, seen: Sequence[Seen]) -> Fault | None:
-    """What keeps GPUs of a machine from computing in a run's format."""
+    """Why GPUs of a machine cannot compute in a run's dtype."""
     older = [gpu for gpu in seen if gpu.major < BFLOAT16_SINCE]
     if dtype != "bfloat16" or not older:
         return None
@@ -220,7 +220,7 @@ def dtype_lack(dtype: Dtype, seen: Sequence[Seen]) -> Fault | None:
 
 
 def model_lack(sizes: Sizes) -> Fault | None:
-    """What keeps a run from having such a model at all, whatever the machines."""
+    """Why no run can have such a model, on any machine."""
     lacks = [f"a mixture of {sizes.experts} experts"] if sizes.experts and sizes.family not in MIXTURES else []
     lacks += ["latent attention"] if sizes.latent is not None else []
     lacks += [] if lacks or sizes.family in FAMILIES else [f"the model_type {sizes.family!r}"]

@@ -1,10 +1,10 @@
-"""The machines of a run: as a user's TOML file says them, as a word such as `32x8xH100` does, or as this machine is.
+"""The machines of a run: from a user's TOML file, from a word such as `32x8xH100`, or this machine.
 
-`docs/cluster-file.md` has all keys of the file. `penstock doctor --measure` writes one of this machine, with what its
-memory and links do in [cpus.this]. A word is hosts × GPUs × kind, several kinds joined by `+`; its hosts have a core
-for each GPU, and no addresses: it is for plans, not for runs.
+`docs/cluster-file.md` has all keys of the file. `penstock doctor --measure` writes one for this machine, with the
+measured rates of its memory and links in [cpus.this]. A word is hosts × GPUs × kind, several kinds joined by `+`; its
+hosts have a core for each GPU, and no addresses: it is for plans, not for runs.
 
-A fault of a file is told with its key, what was given, and what is needed, one line for each (`explain`).
+A fault of a file is reported with its key, what was given, and what is needed, one line for each (`explain`).
 """
 
 import os
@@ -33,22 +33,22 @@ from penstock.runtime.cluster.gpus import GPUS, Efficiency, Gpu, HostTime, Tflop
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """A hint at the known name that was probably meant, or at all of them."""
+    """A hint at the known name that was probably meant, or at all known names."""
     names = sorted(known)
     close = get_close_matches(given, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
 
 
 def explain(error: ValidationError, where: str, table: "type[BaseModel] | None" = None) -> str:
-    """A pydantic error as lines of `where: key: given …, needed …`, the nearest key for an unknown one; those of no
-    table inside are keys of `table`, a cluster file's by default."""
+    """A pydantic error as lines of `where: key: given …, needed …`. For an unknown key, the nearest known one. Keys at
+    the top level are those of `table`, by default a cluster file's."""
     faults = error.errors()
     inside = {str(fault["loc"][0]) for fault in faults if len(fault["loc"]) > 1}
     lines = []
     for fault in faults:
         path = ".".join(str(part) for part in fault["loc"])
         if fault["type"] == "extra_forbidden":
-            # The innermost part of the path that has keys of its own; others are numbers, or the user's names.
+            # The innermost part of the path that is a table; other parts are numbers, or names that the user chose.
             inner = next((TABLES[part] for part in fault["loc"][-2::-1] if part in TABLES), table or Cluster)
             lines.append(f"{where}: unknown key {path!r}; {nearest(str(fault['loc'][-1]), inner.model_fields)}")
         elif fault["type"] == "missing":
@@ -57,13 +57,13 @@ def explain(error: ValidationError, where: str, table: "type[BaseModel] | None" 
             lines.append(": ".join(filter(None, (where, table_of, given))))
         elif fault["type"] == "value_error":
             lines.append(": ".join(filter(None, (where, path, str(fault["ctx"]["error"])))))
-        elif path not in inside:  # a list is not also too short because of the items that are wrong
+        elif path not in inside:  # do not also call a list too short because of its faulty items
             lines.append(f"{where}: {path}: given {fault['input']!r:.60}; {fault['msg'][0].lower()}{fault['msg'][1:]}")
     return "\n".join(lines)
 
 
 def _twice(names: Iterable[str]) -> str:
-    """Those that come more than once, for people."""
+    """The names that occur more than once, for messages."""
     return ", ".join(sorted(name for name, count in Counter(names).items() if count > 1))
 
 
@@ -83,7 +83,7 @@ def _address(given: str) -> str:
     if ":" in given and not given.endswith("]"):
         raise ValueError(f"given {given!r}, needed an address without a port: each rank has one of the system's choice")
     if given:
-        tcp_endpoint(f"{given}:0")  # raises for what is no address of one interface
+        tcp_endpoint(f"{given}:0")  # raises unless it is an address of one interface
         if ip_of(given) is None and not re.fullmatch(r"(?!-)[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?", given):
             needed = "needed a host name or an IP address, such as 10.0.0.2 or [fd00::2]"
             raise ValueError(f"given {given!r}, {needed}")
@@ -104,7 +104,7 @@ def _python(given: str) -> str:
 
 
 def _pool(given: object) -> object:
-    """A pool as users write it: a host, several, or a table."""
+    """A pool as users write it: a host, several hosts, or a table."""
     if isinstance(given, PoolTable):
         return given
     if not isinstance(given, dict):
@@ -116,7 +116,7 @@ def _pool(given: object) -> object:
 
 
 class ClusterError(ValueError):
-    """A cluster file that cannot be used: the user's fault. One line for each thing that is wrong."""
+    """A cluster file that cannot be used: the user's fault. The text has a line for each fault."""
 
 
 class SeenGpu(NamedTuple):
@@ -129,9 +129,9 @@ class SeenGpu(NamedTuple):
 
 
 class Cpu(BaseModel):
-    """What was measured of a host. GB are 10^9 bytes. `read`, `copy` and `cached` are of its memory, the last of a
-    tensor that the nearest caches keep; `shared` and `gloo` of links between two processes, `latency_us` of a message
-    between them; `call_us` is that of one operation on next to nothing."""
+    """Measurements of a host. GB are 10^9 bytes. `read`, `copy` and `cached` are rates of its memory, the last for a
+    tensor that fits in the nearest caches. `shared` and `gloo` are rates between two processes, `latency_us` is the
+    time of a message between them, and `call_us` that of one operation on a tiny tensor."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -146,11 +146,11 @@ class Cpu(BaseModel):
 
 
 class Host(BaseModel):
-    """One machine. `cores` are for ranks, of the kind `cpu`; `devices` as torch names them, CUDA devices of the kind
-    `gpu`. `memory_gib` is the host's own. An "external" agent is started by others.
+    """One machine. `cores` are for ranks, and of the kind `cpu`; `devices` are named as in torch, and CUDA devices are
+    of the kind `gpu`. `memory_gib` is the host's own memory. An "external" agent is not started by the launcher.
 
-    At `address`, a host name or an IP address, its ranks listen for those of other hosts that read values made here, or
-    send or receive weights.
+    At `address`, a host name or an IP address, its ranks listen for ranks of other hosts, which read values or exchange
+    weights.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -177,8 +177,7 @@ class Host(BaseModel):
 
 
 class PoolTable(BaseModel):
-    """A pool with more to say than where it runs. `python` is the interpreter of its ranks, on each of its hosts; ""
-    is the command's own."""
+    """A pool as a table. `python` is the interpreter of its ranks, on each of its hosts; "" is the command's own."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -187,8 +186,8 @@ class PoolTable(BaseModel):
 
 
 class Cluster(BaseModel):
-    """Hosts, where the controller listens, on which host each pool that is named runs, or on which hosts its replicas
-    do in turn, kinds of GPUs beside those of `cluster.gpus`, and kinds of CPUs."""
+    """`hosts`; `bind`, where the controller listens; for `pools`, the host of each, or the hosts of its replicas in
+    turn; further kinds of GPUs (`gpus`), beside those of `cluster.gpus`; and kinds of CPUs (`cpus`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -207,7 +206,7 @@ class Cluster(BaseModel):
     @classmethod
     def _check_bind(cls, bind: str) -> str:
         if bind:
-            tcp_endpoint(bind)  # raises for what is no address of one interface
+            tcp_endpoint(bind)  # raises unless it is an address of one interface
         return bind
 
     @model_validator(mode="after")
@@ -227,8 +226,8 @@ class Cluster(BaseModel):
         return self
 
     def _check_reach(self) -> None:
-        """Raises ValueError where hosts on machines of their own could not reach each other."""
-        # What a name is of is found out where it is used.
+        """Raise ValueError if hosts on different machines could not reach each other."""
+        # Only IP addresses are compared: names are resolved where they are used.
         if len({ip.version for host in self.hosts if (ip := ip_of(host.address))}) > 1:
             raise ValueError("hosts: given an `address` of IPv4 and one of IPv6, needed one kind: they meet by gloo")
         lacking = [host.name for host in self.hosts if is_loopback(f"{host.address or LOOPBACK}:0")]
@@ -244,13 +243,14 @@ class Cluster(BaseModel):
 
     @staticmethod
     def local(num_gpus: int | None = None) -> "Cluster":
-        """This machine: the cores that this process may use, and its CUDA devices, or as many as torch sees."""
+        """This machine: the cores that this process may use, and its CUDA devices; `num_gpus` if torch has counted
+        them."""
         devices = cuda_devices() if num_gpus is None else tuple(f"cuda:{index}" for index in range(num_gpus))
         return Cluster(hosts=(Host(name="local", cores=usable_cores(), devices=devices),))
 
     @staticmethod
     def read(path: Path) -> "Cluster":
-        """A file without hosts is about this machine. Raises ClusterError, with the file and every fault in it."""
+        """Read a file; without hosts it describes this machine. Raises ClusterError with the path and all faults."""
         try:
             said = tomllib.loads(path.read_text())
             here = {} if "hosts" in said else {"hosts": [host.model_dump() for host in Cluster.local().hosts]}
@@ -263,8 +263,8 @@ class Cluster(BaseModel):
             raise ClusterError(explain(error, str(path))) from error
 
     def with_seen(self, seen: Sequence[SeenGpu]) -> "Cluster":
-        """With the memory of this machine and the kind of the GPUs that torch sees on it, for its hosts that do not say
-        theirs. Of a machine with several kinds it is the one with least memory."""
+        """The cluster with this machine's memory, and the kind of the GPUs that torch sees on it, filled in for its
+        hosts that do not say theirs. Of several kinds, that of the GPU with the least memory counts."""
         if not seen:
             return self
         memory = usable_memory_gib()
@@ -282,14 +282,14 @@ class Cluster(BaseModel):
         return self.model_copy(update={"hosts": hosts, "gpus": {**own, **self.gpus}})
 
     def memory_gib(self, host: Host) -> float | None:
-        """A host's own memory, if it is said."""
+        """A host's own memory; None if the file does not say it."""
         return host.memory_gib or (self.cpus[host.cpu].memory_gib if host.cpu else None)
 
     def host(self, name: str) -> Host:
         return next(h for h in self.hosts if h.name == name)
 
     def hosts_of(self, pool: str) -> tuple[Host, ...]:
-        """Where a pool runs: where `pools` says, its replicas on several hosts in turn, else on the first host."""
+        """The hosts of a pool, for its replicas in turn: those in `pools`, or else the first host."""
         hosts = {host.name: host for host in self.hosts}
         return tuple(hosts[name] for name in self._names_of(pool)) or self.hosts[:1]
 
@@ -299,12 +299,12 @@ class Cluster(BaseModel):
         return (hosts,) if isinstance(hosts, str) else hosts
 
     def python_of(self, pool: str) -> str:
-        """The interpreter of a pool's ranks; "" for the one that starts the run."""
+        """The interpreter of a pool's ranks; "" for the command's own."""
         said = self.pools.get(pool)
         return said.python if isinstance(said, PoolTable) else ""
 
     def gpu_of(self, host: Host) -> Gpu | None:
-        """The kind of a host's GPUs; None for a host without any. Raises ClusterError for a kind that is not said."""
+        """The kind of a host's GPUs; None for a host without GPUs. Raises ClusterError if the kind is not given."""
         if not host.accelerators:
             return None
         if not host.gpu:
@@ -314,8 +314,8 @@ class Cluster(BaseModel):
         return {**GPUS, **self.gpus}[host.gpu]
 
     def endpoint(self, folder: Path) -> str:
-        """Where the controller of a run in `folder` is to listen: tcp if a bind address or an external agent asks
-        for it (on loopback unless `bind` names an address), else a Unix socket.
+        """Where the controller of a run in `folder` listens: on tcp if there is a bind address or an external agent
+        (on loopback unless `bind` has an address), otherwise on a Unix socket.
         """
         if self.bind or any(host.agent == "external" for host in self.hosts):
             # An agent on another machine cannot open a Unix socket.
@@ -323,14 +323,14 @@ class Cluster(BaseModel):
         return ipc_endpoint(folder)
 
 
-# The code of ranks that could not reach each other.
+# The error code for ranks that could not reach each other.
 NO_NETWORK = "no-network"
 
 
 def check_common_network(hosts: Sequence[Host], where: str) -> None:
-    """Raises ClusterError where ranks of `hosts` could not form a process group: each has to reach the others."""
+    """Raise ClusterError if ranks of `hosts` could not form a process group: each must reach the others."""
     inside = {host.name: is_loopback(f"{host.address or LOOPBACK}:0") for host in hosts}
-    # All on loopback are several hosts of one machine.
+    # If all are on loopback, they are several hosts on one machine.
     if len(set(inside.values())) > 1:
         given = ", ".join(f"{host.name} ({host.address or 'no address'})" for host in hosts)
         lacking = ", ".join(name for name, alone in inside.items() if alone)
@@ -338,7 +338,7 @@ def check_common_network(hosts: Sequence[Host], where: str) -> None:
         raise ClusterError(f"{where} [{NO_NETWORK}]: given a replica over the hosts {given}, needed {needed}")
 
 
-# Keys of a cluster file with keys of their own.
+# The tables inside a cluster file, by their keys.
 TABLES: dict[object, type[BaseModel]] = {
     "hosts": Host,
     "gpus": Gpu,
@@ -350,7 +350,7 @@ TABLES: dict[object, type[BaseModel]] = {
 
 
 def _filled(name: str, own: Any) -> Any:
-    """A kind's own figures over those of the kind that it is `like`."""
+    """A kind's own figures, completed by those of the kind that it is `like`."""
     if not isinstance(own, dict) or "like" not in own:
         return own
     if own["like"] not in GPUS:
@@ -365,16 +365,16 @@ def _filled(name: str, own: Any) -> Any:
 _PART = re.compile(r"(\d+)x(\d+)x([A-Za-z]\w*)")
 
 
-# The machine that was measured here.
+# The word for this machine, once it is measured.
 THIS = "this"
 
-# Of one kind: more than there are in one place, and more than a word with a digit too many should make.
+# Most GPUs in one part of a word: more than any site has. It catches a word with a digit too many.
 MOST_GPUS = 100_000
 
 
 def read_cluster(given: str, this: Path | None = None) -> Cluster:
-    """The cluster that `--cluster` names; "this" is that in the file `this`. Raises ClusterError for a word or a file
-    that is none, with what is needed.
+    """The cluster that `--cluster` names; "this" is the one in the file `this`. Raises ClusterError for an invalid word
+    or file, with what is needed.
 
     >>> len(read_cluster("2x8xH100+1x4xB200").hosts)
     3
@@ -383,7 +383,7 @@ def read_cluster(given: str, this: Path | None = None) -> Cluster:
         if not this.exists():
             raise ClusterError(f"--cluster {given}: {this} is not there; needed first: penstock doctor --measure")
         return Cluster.read(this)
-    # A path has a suffix or a folder; a word with an x in it that is neither was meant to be hosts × GPUs × kind.
+    # A path has a suffix or a folder; any other word is meant as hosts × GPUs × kind.
     if Path(given).suffix or "/" in given or Path(given).exists():
         return Cluster.read(Path(given))
     hosts: list[Host] = []

@@ -1,7 +1,7 @@
-"""Where processes of a run are reached: `ipc://` on one host, `tcp://` between hosts.
+"""The addresses of a run's processes: `ipc://` on one host, `tcp://` between hosts.
 
-A host may be given by its name. A name stays a name in files and messages, and is looked up where it is used
-(`resolved`), on the machine that uses it."""
+A host may be given by its name. Files and messages keep the name; it is looked up (`resolved`) on the machine that uses
+it."""
 
 import errno
 import hashlib
@@ -18,15 +18,15 @@ from time import monotonic
 from penstock import private_folder
 
 SOCKET_NAME = "control.sock"
-# Where processes listen that no address was given for: out of other machines' reach.
+# Where processes listen without a given address: other machines cannot reach it.
 LOOPBACK = "127.0.0.1"
 # Bytes of a Unix socket's path (sun_path, less its closing zero).
 _LONGEST_PATH = 107
 
 
 def ipc_endpoint(folder: Path, temporary: Path = Path("/tmp"), name: str = SOCKET_NAME, *, aside: bool = False) -> str:
-    """The socket of this name in the run folder, or, `aside` or where that path is too long for one or no UTF-8, in
-    this user's own folder of /tmp."""
+    """The socket of this name in the run folder; with `aside`, or if that path is too long or not printable, a socket
+    in this user's own folder in /tmp."""
     path = folder.absolute() / name
     if aside or len(os.fsencode(path)) > _LONGEST_PATH or not str(path).isprintable():
         short = hashlib.sha256(os.fsencode(path)).hexdigest()[:24]
@@ -35,14 +35,15 @@ def ipc_endpoint(folder: Path, temporary: Path = Path("/tmp"), name: str = SOCKE
 
 
 def relay_endpoint(folder: Path, host: str, run: str, life: int, *, aside: bool = False) -> str:
-    """The same, where the ranks of a host find its agent, in the run with id `run`. Each that has had the host's place
-    has one of its own: who ends removes its socket, perhaps after another one has come, on a machine that shares the
-    folder, or after the run has gone on."""
+    """The socket at which the ranks of a host find its agent, in the run with id `run`. Each `life` has its own: an
+    agent that ends removes its socket, perhaps after its successor has come on a machine that shares the folder, or
+    after the run has been resumed."""
     return ipc_endpoint(folder, name=f"agent-{host}.{run}.{life}.sock", aside=aside)
 
 
 def tcp_endpoint(bind: str) -> str:
-    """`bind` is "address:port" of one interface; port 0 (or "*") lets the system choose. ValueError otherwise."""
+    """The endpoint of `bind`, "address:port" of one interface; port 0 (or "*") lets the system choose. Raises
+    ValueError for anything else."""
     address, _, port = bind.removeprefix("tcp://").rpartition(":")
     needed = 'needed "address:port", such as "127.0.0.1:0" or "10.0.0.1:5555"'
     if ":" in address and not re.fullmatch(r"\[.*\]", address):
@@ -56,12 +57,12 @@ def tcp_endpoint(bind: str) -> str:
 
 
 class AddressError(ValueError):
-    """A host name that no address is known of: the user's fault, or a name server's."""
+    """A host name without a usable address: the user's fault, or a name server's."""
 
 
 def resolved(address: str) -> str:
-    """The IP address of a host name, as this machine knows it; an IP address as it is, IPv6 in brackets. Raises
-    AddressError."""
+    """The IP address of a host name, as this machine resolves it, IPv6 in brackets; an IP address is returned
+    unchanged. Raises AddressError."""
     if ip_of(address):
         return address
     try:
@@ -74,7 +75,7 @@ def resolved(address: str) -> str:
     ips.sort(key=lambda ip: ip.version)
     if any(ip.is_unspecified for ip in ips):  # such as "0"
         raise AddressError(f"given {address!r}, every interface of this machine; name the one that the hosts share")
-    # Many systems know their own name as an address of loopback, where no other machine reaches them.
+    # Many systems resolve their own name to a loopback address, which other machines cannot reach.
     outside = [ip for ip in ips if not ip.is_loopback]
     if not outside and address != "localhost":
         needed = "needed the address at which the other hosts reach it"
@@ -84,7 +85,8 @@ def resolved(address: str) -> str:
 
 
 def resolved_endpoint(endpoint: str) -> str:
-    """The same for the host of a tcp endpoint, with or without "tcp://"; others as they are. Raises AddressError."""
+    """A tcp endpoint, given with or without "tcp://", with its host resolved; an ipc endpoint unchanged. Raises
+    AddressError."""
     if endpoint.startswith("ipc://"):
         return endpoint
     address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -100,13 +102,13 @@ def ip_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def is_ipv6(endpoint: str) -> bool:
-    """Of a tcp endpoint, or an address."""
+    """True for a tcp endpoint or an address of IPv6."""
     return "[" in endpoint
 
 
 def own_address(endpoint: str) -> str:
-    """The address of this machine at which what listens at a resolved endpoint would see it; nothing is sent. Raises
-    OSError where there is no route to it."""
+    """The address of this machine as the process at a resolved endpoint would see it; nothing is sent. Raises OSError
+    if there is no route to it."""
     address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -115,18 +117,17 @@ def own_address(endpoint: str) -> str:
     return f"[{own}]" if family == socket.AF_INET6 else own
 
 
-# Seconds for a connection to be tried.
+# Timeout of a test connection, in seconds.
 REACH_S = 5.0
 
 
 def why_unreachable(endpoint: str) -> str:
-    """Try a connection to a resolved tcp endpoint; what keeps this machine from it, from where to where, "" for
-    nothing."""
+    """Test the connection to a resolved tcp endpoint. Return why it fails, with both addresses; "" if it works."""
     return why_unreachable_all([endpoint])[0]
 
 
 def why_unreachable_all(endpoints: Sequence[str]) -> list[str]:
-    """The same for several endpoints, all tried at once, by this thread alone."""
+    """As `why_unreachable`, for several endpoints, all tested at once, in this thread."""
     found = dict.fromkeys(range(len(endpoints)), "")
     with selectors.DefaultSelector() as trying, ExitStack() as opened:
         for number, endpoint in enumerate(endpoints):
@@ -177,7 +178,7 @@ def socket_file(endpoint: str) -> Path | None:
 
 
 def bind_fault(number: int | None) -> str:
-    """Why an endpoint cannot be listened on, by its errno, and what to do."""
+    """Why an endpoint cannot be listened on, by the errno of bind, and what to do."""
     if number == errno.EADDRINUSE:
         return "the port is in use; stop what listens there, or name another (port 0: any free one)"
     if number in (errno.EADDRNOTAVAIL, errno.ENODEV):
@@ -186,7 +187,7 @@ def bind_fault(number: int | None) -> str:
 
 
 def is_loopback(bind: str) -> bool:
-    """Is an "address:port" out of other machines' reach?"""
+    """True if other machines cannot reach an "address:port"."""
     address = bind.removeprefix("tcp://").rpartition(":")[0]
     ip = ip_of(address)
     return ip.is_loopback if ip else address == "localhost"

@@ -1,25 +1,25 @@
-"""What a GPU of a kind can do, as its maker says, and how much of it programs get. Pure data.
+"""The rates of GPUs by kind, as their maker gives them, and the share of them that programs reach. Pure data.
 
 Rates are those of the data sheets, dense (without structured sparsity): NVIDIA's for A100, H100, H200, B200, GB200
 NVL72 and RTX A6000. NVLink and NIC are one way, per GPU; a NIC is what machines of that kind usually have. Memory is
 what `nvidia-smi` counts, in GiB, whatever the name of the kind says.
 
-Shares of them that programs reach (`Efficiency`), and time of the host (`HostTime`). None is fitted to a row that
-`benchmarks/planner.py` predicts; `benchmarks/outside.py` has the public figures, and how well they come out:
+The shares that programs reach (`Efficiency`), and the host's time (`HostTime`), are listed here. None is fitted to a
+row that `benchmarks/planner.py` predicts; `benchmarks/outside.py` compares them with public figures:
 
-- matmul: 0.6 of the tensor cores within a training step on H100 and later, 0.7 on A100. It is what makes the steps of
-  llm-foundry and Megatron-Bridge come out; alone, large products in bfloat16 reach about 0.7.
+- matmul: 0.6 of the tensor cores within a training step on H100 and later, 0.7 on A100. With these the steps of
+  llm-foundry and Megatron-Bridge are predicted well; alone, large products in bfloat16 reach about 0.7.
 - attention: forward and backward together, at long sequences and heads of 128. FlashAttention-2, which PyTorch has,
   reaches 0.35 on H100 (Shah et al., 2024, section 1) and 0.65 on A100 (Dao, 2023, section 4). Its kernels do not use
-  the newer tensor cores of Blackwell, so that it reaches about as many FLOP/s there: 0.17.
+  the newer tensor cores of Blackwell, so they reach about the same FLOP/s there: 0.17.
 - memory: 0.8 of the peak, which STREAM-like kernels and decoding reach.
 - link: 0.8 of NVLink and NIC, nccl-tests' bus bandwidth at large messages.
 - experts: 0.6 of matmul; Megatron-Bridge's mixtures. decode: 0.75 of matmul for products of some hundred rows;
   TensorRT-LLM under full load.
-- latency_us, network_us: what makes SGLang's steps of DeepSeek-R1 come out on 8 GPUs of one host, and on 16 of two.
-- step_ms, row_us, eager_us: this project's engine beside an H200 (`benchmarks/results/gpu_nvidia_h200.json`): a step of
-  1B takes 0.5 ms longer than its kernels, and where they are launched one by one, 13 a layer, 40 us for each.
-- experts_ms: what brings the median of Megatron-Bridge's mixtures to what they took; they differ by a factor of three.
+- latency_us, network_us: fitted to SGLang's steps of DeepSeek-R1 on 8 GPUs of one host, and on 16 of two.
+- step_ms, row_us, eager_us: this project's engine with an H200 (`benchmarks/results/gpu_nvidia_h200.json`): a step of
+  1B takes 0.5 ms longer than its kernels; if these are launched one by one, 13 a layer, each takes 40 us.
+- experts_ms: fitted to the median of Megatron-Bridge's mixtures, which differ by a factor of three.
 - Grace: GH200 is bound by its host up to four times the batch of x86 with H100 (arXiv 2504.11750): twice the time.
 - stage_s: NeMo-RL's "buffer_sampling", "logprob_inference_prep" and "training_prep" took 1.4, 1.3 and 1.1 s (its pull
   request 1052). swap_s: "weight_sync" took 0.13 s there. switch_s: vLLM wakes from sleep in 0.1 to 6 s (its blog,
@@ -32,9 +32,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Precision = Literal["fp32", "bf16", "fp8", "fp4", "int8"]
-# GPUs of a host, as most have them.
+# GPUs of a usual host.
 HOST = 8
-# Of an element.
+# Bytes of an element.
 BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5, "int8": 1.0}
 
 
@@ -52,14 +52,14 @@ class Efficiency(BaseModel):
 
 
 class HostTime(BaseModel):
-    """What decoding and stages cost beside the work of GPUs: time of the host.
+    """The host's time that decoding and stages take in addition to the work of GPUs.
 
-    A step of decoding waits `step_ms` for the host (what came, who is next, the inputs), and `row_us` more for each
-    row. An `eager` engine replays a CUDA graph on a GPU that has all of a model without experts, and launches other
-    steps' operations one by one, `eager_us` apart; another one replays all. Training waits `experts_ms` for the rows of
-    each expert, in each layer forward. Seconds: `stage_s` before each pass and each update
-    (its inputs are collected, cut and handed out), `swap_s` for a generator to change to new weights, `switch_s` to
-    hand shared GPUs from training to decoding and back, beside what is copied.
+    A decoding step waits `step_ms` for the host (outputs, scheduling, inputs), and `row_us` more for each row. An
+    `eager` engine replays a CUDA graph only on a GPU that holds a whole model without experts; for other steps it
+    launches operations one by one, `eager_us` apart. An engine that is not `eager` replays all steps. Training waits
+    `experts_ms` for the rows of each expert, in each layer's forward pass. In seconds: `stage_s` before each pass and
+    each update (its inputs are collected, divided and distributed), `swap_s` for a generator to swap weights,
+    `switch_s` to hand shared GPUs from training to decoding and back, without the copies.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -75,7 +75,7 @@ class HostTime(BaseModel):
 
 
 class Tflops(BaseModel):
-    """10^12 operations per second by precision; 0 for one that the kind does not compute in."""
+    """10^12 operations per second by precision; 0 for a precision in which the kind does not compute."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -104,22 +104,23 @@ class Gpu(BaseModel):
     engine: HostTime = HostTime()
 
     def in_hosts_of(self, each: int) -> "Gpu":
-        """In hosts with `each` of them: NVLink of up to `HOST` GPUs ends with the host, that of more joins hosts."""
+        """The GPU in hosts with `each` of them: an NVLink domain of up to `HOST` GPUs ends at the host, a larger one
+        spans hosts."""
         if each >= self.nvlink_gpus or self.nvlink_gpus > HOST:
             return self
         return self.model_copy(update={"nvlink_gpus": each})
 
     def computes(self, precision: Precision) -> bool:
-        """Whether its tensor cores do, as the data sheet says."""
+        """True if its tensor cores compute in this precision, by the data sheet."""
         return bool(getattr(self.tflops, precision, 0.0))
 
     def flops(self, precision: Precision) -> float:
-        """Per second, in matrix products. What a kind does not compute in, it converts to bfloat16 first."""
+        """FLOP/s of matrix products. A precision in which a kind does not compute is converted to bfloat16 first."""
         return (getattr(self.tflops, precision) or self.tflops.bf16) * 1e12 * self.efficiency.matmul
 
     @property
     def attention_flops(self) -> float:
-        """Per second. Attention stays in bfloat16 whatever the weights are."""
+        """FLOP/s of attention, which is in bfloat16 whatever the weights are."""
         return self.tflops.bf16 * 1e12 * self.efficiency.attention
 
     @property
@@ -189,8 +190,8 @@ GPUS: dict[str, Gpu] = {
 }  # fmt: skip
 
 
-# By what a driver calls others, and variants of these kinds, whose bridges between two cards are not counted. They are
-# kinds of their own, which no word names.
+# Other GPUs, and variants of these kinds, by the driver's names. Bridges between two cards do not count as links. A
+# `--cluster` word cannot name these kinds.
 _OTHERS: dict[str, Gpu] = {
     name: GPUS[like].model_copy(update={"nvlink_gb_s": 0.0, **figures})
     for name, like, figures in (
@@ -209,9 +210,9 @@ FP8_SINCE = 8, 9
 
 
 def gpu_like(name: str, memory_gib: float, capability: tuple[int, int] | None = None) -> Gpu:
-    """What is known of what a driver calls a GPU, such as "NVIDIA H100 80GB HBM3", with so much memory. One of no known
-    kind has the figures of an A100, and no links to others; whether it computes in fp8 its `capability` says, or, where
-    that is None, the device itself when it is asked to."""
+    """The figures of a GPU with a driver's name, such as "NVIDIA H100 80GB HBM3", and so much memory. One of no known
+    kind has the figures of an A100, and no links to others. It computes in fp8 if its `capability` says so, or if that
+    is None; then the device itself may refuse."""
     if known := _known(name):
         return (GPUS | _OTHERS)[known].model_copy(update={"memory_gib": memory_gib})
     like = GPUS["A100"]
@@ -221,18 +222,18 @@ def gpu_like(name: str, memory_gib: float, capability: tuple[int, int] | None = 
 
 
 def kind_of(name: str, memory_gib: float) -> str:
-    """The kind of `GPUS` that a driver calls so, if it has so much memory; else a name for a kind of its own."""
+    """The kind in `GPUS` of a GPU with this driver's name, if the memory matches; otherwise a new name for the kind."""
     known = _known(name)
     own = known in GPUS and alike(GPUS[known], gpu_like(name, memory_gib))
     return known if known and own else re.sub(r"\W+", "-", name).strip("-")
 
 
 def _known(name: str) -> str | None:
-    # "GB200" has "B200" in it.
+    # The longest match: "GB200" contains "B200".
     return max((kind for kind in GPUS | _OTHERS if kind in name), key=len, default=None)
 
 
-# Shares by which two kinds of GPUs with names of their own may differ in memory and still be one.
+# The share by which the memory of two GPUs may differ if they are to count as one kind.
 ALIKE = 0.1
 
 

@@ -1,8 +1,8 @@
-"""Whether the interpreters of a plan's pools, and those of engines, have what their ranks import.
+"""Checks that the interpreters of a plan's pools have what their ranks and engines import.
 
-A pool may have an interpreter of its own, `[pools.generator] python = "…"`, with packages that this one cannot have
-beside its own: an engine that needs another torch. Its ranks run this package's code, wherever that is installed, with
-the libraries that are installed there.
+A pool may have an interpreter of its own, `[pools.generator] python = "…"`, with packages that conflict with those of
+this one, such as an engine that needs another torch. Its ranks run this package's code, wherever that is installed,
+with that interpreter's libraries.
 """
 
 import subprocess
@@ -20,7 +20,7 @@ from penstock.graph.protocols import described
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import Plan
 
-# What a rank imports, by the names of packages and of modules.
+# What a rank imports: package name and module name.
 NEEDED = {
     "torch": "torch",
     "numpy": "numpy",
@@ -42,15 +42,15 @@ import json, sys
 from importlib.util import find_spec
 print(json.dumps([sys.version_info[:2], [name for name in sys.argv[1:] if find_spec(name) is None]]))
 """
-# The version, and the modules that are missing.
+# Python's version, and the missing modules.
 _Answer = tuple[tuple[int, int], list[str]]
-# Seconds to start an interpreter and look: it imports nothing.
+# Seconds to start an interpreter and look for modules; it imports none.
 PROBE_S = 30.0
 
 
 def engines_of(graphs: Sequence[Graph], plan: Plan, engine: str) -> dict[str, set[str]]:
-    """The engines of each pool whose nodes have an option of that name, where `engine` is that of nodes that say
-    none."""
+    """The engines of each pool whose nodes have an option `engine`; the argument `engine` is the default of nodes
+    without a value."""
     found: dict[str, set[str]] = {}
     for graph in graphs:
         for node in graph.nodes:
@@ -60,8 +60,8 @@ def engines_of(graphs: Sequence[Graph], plan: Plan, engine: str) -> dict[str, se
 
 
 def interpreter_lacks(graphs: Sequence[Graph], plan: Plan, cluster: Cluster, engine: str) -> Iterator[Fault]:
-    """What the interpreters of pools on this machine lack; those of other machines tell by themselves. And
-    meshes that an engine cannot have."""
+    """What the interpreters of pools on this machine lack, and meshes that an engine cannot have. Interpreters on other
+    machines fail by themselves."""
     here = {host.name for host in cluster.hosts if host.agent == "local"}
     engines = engines_of(graphs, plan, engine)
     for pool in plan.pools:

@@ -1,19 +1,19 @@
 """Where the nodes run, as a value: a plan has pools, a pool has replicas, a replica has ranks. Pure.
 
-`place` makes the default plan: one pool for each pool label of the graphs, a rank per replica, cores and devices shared
-out. What a pool is follows from what it holds. One that makes a carried value's next value *updates*: one replica, all
-cores of its hosts. One that decodes with broadcast weights *generates*: as many replicas as asked for, half of the
-cores, or all where updates and generators take turns. Any other one does small work: one replica, one thread. Every
-host is shared out by itself.
+`place` makes the default plan: one pool for each pool label of the graphs, one rank per replica, with cores and devices
+divided among them. The kind of a pool follows from what it holds. A pool that makes a carried value's next value
+*updates*: one replica, all cores of its hosts. A pool that decodes with broadcast weights *generates*: as many replicas
+as asked for, half of the cores, or all if updates and generators take turns. Any other pool does small work: one
+replica, one thread. Each host is divided separately.
 
-A pool of H hosts has its replicas on them in turn. Where it has fewer replicas than hosts, each has equally many hosts
-of its own, and its ranks in blocks on them: the outermost axes go over hosts, and `tp` stays within one unless asked
-otherwise.
+A pool of H hosts has its replicas on them in turn. If it has fewer replicas than hosts, each replica has equally many
+hosts of its own, with its ranks in blocks on them: the outermost axes go over hosts, and `tp` stays within one host
+unless asked otherwise.
 
 `read_meshes` reads meshes as users write them: `trainer=fsdp2xtp2`, axes with their sizes, outermost first. `why_not`
-says whether weights can take the transport that is asked for between the ranks of a plan, and `why_no_turns` whether
-trainer and generator take turns with a device, so that each can have the memory that the other one needs only while it
-works. `served` is a plan with the number of firings that really are in work at once, as the simulator needs it.
+says why weights cannot use a transport between the ranks of a plan. `why_no_turns` says why trainer and generator do
+not take turns with a device; if they do, each can use memory that the other one needs only while it works. `served` is
+a plan with the number of firings that are really processed at once, as the simulator needs it.
 """
 
 import re
@@ -36,7 +36,7 @@ from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, check_
 
 
 def html_table(caption: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Cells are texts, escaped here."""
+    """A table in HTML. Cells are plain text, and are escaped here."""
     cells = ["".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows]
     body = "".join(f"<tr>{row}</tr>" for row in cells)
     titles = "".join(f"<th>{escape(title)}</th>" for title in head)
@@ -54,9 +54,9 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """SPMD ranks that run a pool's nodes together. `capacity` is the number of firings in work at once.
+    """SPMD ranks that run a pool's nodes together. `capacity` is the number of firings in flight at once.
 
-    `mesh` names the ranks' axes.
+    `mesh` has the axes of the ranks.
     """
 
     name: str
@@ -66,12 +66,12 @@ class Replica:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Each once, in the order of the ranks. Hosts of different names have nothing in common, whatever they are."""
+        """The distinct hosts, in the order of the ranks. Different names are taken for different machines."""
         return tuple(dict.fromkeys(rank.host for rank in self.ranks))
 
     @property
     def located(self) -> str:
-        """Its name, with which of its ranks are on which host."""
+        """Its name, and which ranks are on which host, for messages."""
         if len(self.hosts) == 1:
             return f"{self.name} on host {self.hosts[0]}"
         ranks = {host: [str(n) for n, rank in enumerate(self.ranks) if rank.host == host] for host in self.hosts}
@@ -81,8 +81,8 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A process group: the nodes and program arguments it holds, and its replicas ("pool/0", "pool/1", …). `python` is
-    the interpreter of its ranks, "" for the one that starts the run."""
+    """The nodes and program arguments that a pool holds, and its replicas ("pool/0", "pool/1", …). `python` is the
+    interpreter of its ranks, "" for the one that starts the run."""
 
     name: str
     holds: tuple[str, ...]
@@ -91,7 +91,7 @@ class Pool:
 
     @property
     def places(self) -> list[tuple[str, str]]:
-        """The hosts and devices of its ranks, each once."""
+        """The distinct hosts and devices of its ranks."""
         return list(dict.fromkeys((rank.host, rank.device) for replica in self.replicas for rank in replica.ranks))
 
 
@@ -111,16 +111,15 @@ class Plan:
         return tuple(r for p in self.pools for r in p.replicas)
 
     def needs(self, host: str) -> tuple[int, int]:
-        """How many cores and CUDA devices a host has to have for its ranks: for one on the CPU as many cores as it has
-        threads, for one on a device a core."""
+        """The cores and CUDA devices that a host needs for its ranks: a rank on the CPU needs a core for each of its
+        threads, a rank on a device needs one core."""
         ranks = [rank for replica in self.replicas for rank in replica.ranks if rank.host == host]
         cores = sum(rank.threads if rank.device == "cpu" else 1 for rank in ranks)
         devices = (int(rank.device.partition(":")[2] or 0) + 1 for rank in ranks if rank.device != "cpu")
         return max(1, cores), max(devices, default=0)
 
     def spelled(self, replica: str, rank: int) -> str:
-        """A rank in words, with its host if there are several."""
-        # On one host its name would say nothing.
+        """A rank, for messages, with its host if there are several."""
         several = len({rank.host for each in self.replicas for rank in each.ranks}) > 1
         return f"{replica} rank {rank}" + (f" on host {self.replica(replica).ranks[rank].host}" if several else "")
 
@@ -147,7 +146,7 @@ class Plan:
                 ", ".join(f"{host} {device}" for host, device in p.places),
             )
             for p in self.pools
-            # The replicas of a pool are alike: the first stands for all.
+            # The replicas of a pool are alike: show the first.
             for r in p.replicas[:1]
         ]
         head = ("pool", "holds", "replicas", "ranks of each", "firings at once", "on")
@@ -155,7 +154,7 @@ class Plan:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "Plan":
-        """Raises ValueError for what `to_json` did not make."""
+        """Read what `to_json` made. Raises ValueError for anything else."""
         if not isinstance(data, dict) or data.get("format") != 1:
             given = repr(data.get("format")) if isinstance(data, dict) else "none"
             raise ValueError(f"plan: given format {given}, needed 1")
@@ -177,7 +176,7 @@ class Plan:
         return Plan(pools)
 
 
-# Ranks of one replica for each core of a host: more would not even start in time.
+# Most ranks of a pool for each core of a host: more would not start in time.
 RANKS_PER_CORE = 16
 
 AXES = {
@@ -190,7 +189,7 @@ AXES = {
 
 
 def read_meshes(words: Sequence[str]) -> dict[str, Axes]:
-    """The mesh of each pool that is named. Raises ClusterError for a word that is none, with what is needed."""
+    """The mesh of each pool that is named. Raises ClusterError for an invalid word, with what is needed."""
     found: dict[str, Axes] = {}
     for word in words:
         pool, equals, text = word.partition("=")
@@ -213,19 +212,19 @@ def _axes(word: str, text: str) -> Axes:
             needed = f"axes with their sizes joined by 'x', such as fsdp2xtp2, or 1; axes: {known}"
             raise ClusterError(f"--mesh {word}: given {part!r}, needed {needed}")
         axes.append((match[1], int(match[2])))
-    # A dict keeps one of two axes of a name.
+    # A dict keeps only one of two axes with the same name.
     if len(dict(axes)) < len(axes):
         raise ClusterError(f"--mesh {word}: given an axis twice, needed each once")
     return tuple(axes)
 
 
 def spelled(axes: Axes) -> str:
-    """As `read_meshes` reads it; "1" for one rank."""
+    """A mesh as `read_meshes` reads it; "1" for one rank."""
     return "x".join(f"{name}{size}" for name, size in axes) or "1"
 
 
 def check_pools(meshes: Mapping[str, Axes], several: Sequence[str], pools: Sequence[str]) -> None:
-    """Raises ClusterError for a mesh of a pool that is not there, or whose work is not that of several ranks."""
+    """Raise ClusterError for a mesh of a pool that does not exist, or that cannot have several ranks."""
     for pool, axes in meshes.items():
         if pool not in pools:
             raise ClusterError(f"--mesh {pool}={spelled(axes)}: no such pool, needed one of: {', '.join(pools)}")
@@ -235,21 +234,21 @@ def check_pools(meshes: Mapping[str, Axes], several: Sequence[str], pools: Seque
             )
 
 
-# Groups in flight beyond those that fill a generator's slots, so that a slot that falls free finds the next one.
+# Groups in flight beyond those that fill a generator's slots, so that a free slot finds the next group.
 GROUPS_AHEAD = 2
-# Groups in flight in a pool of small work; where there are many generators, one for so many of them: to wake for its
-# answers costs the controller as much as ten answers do. Generators have one group each at least, so that no group
-# waits there for more than a share of what a batch takes.
+# Groups in flight in a pool of small work; with many generators, one per `GENERATORS_EACH` of them, since waking up for
+# answers costs the controller as much as ten answers. Each generator has at least one group, so a group waits in this
+# pool only for a part of the time of a batch.
 SMALL_CAPACITY, GENERATORS_EACH = 4, 4
-# Groups in flight in a pool of small work whose node works on several at once, such as an environment.
+# Groups in flight in a pool of small work with a node that works on several at once, such as an environment.
 STREAM_CAPACITY = 32
 
 
 @dataclass(frozen=True, slots=True)
 class _Role:
-    """What a pool holds and is: `rows` is the fewest samples that a group of its decoding node has (0: none).
-    `streams`: it has a node that works on several groups at once. `carries`: it holds a value that the program carries,
-    be it one that never changes."""
+    """What a pool holds and does. `rows` is the fewest samples of a group of its decoding nodes (0: it has none).
+    `streams`: it has a node that works on several groups at once. `carries`: it holds a carried value, even if that
+    never changes."""
 
     name: str
     holds: tuple[str, ...]
@@ -270,7 +269,7 @@ class _Role:
         return max(1, len(self.hosts) // self.replicas(generators))
 
     def hosts_of(self, index: int, generators: int) -> tuple[Host, ...]:
-        """The hosts of a replica, each with a block of its ranks. The first replica has the first hosts, the second the
+        """The hosts of a replica, each with a block of its ranks: the first replica has the first hosts, the second the
         next ones, and so on in turn."""
         each, turns = self.hosts_each(generators), len(self.hosts)
         return tuple(self.hosts[place % turns] for place in range(index * each, (index + 1) * each))
@@ -283,7 +282,7 @@ class _Role:
 
     @property
     def models(self) -> bool:
-        """Whether it may have a language model, and so a mesh and a GPU."""
+        """True if it may have a language model, and so a mesh and a GPU."""
         return self.carries or self.generates
 
     @property
@@ -313,13 +312,13 @@ def place(
     tp_over_hosts: bool = False,
     ahead: int = GROUPS_AHEAD,
 ) -> Plan:
-    """The plan for graphs that run one after the other on the same pools (the first one wins where they differ).
+    """The plan for graphs that run one after the other on the same pools (where they differ, the first one counts).
 
-    `slots` are the rows that a generator decodes at once, and `ahead` the groups beyond these. `device` is "cpu",
-    "cuda" (the hosts' devices in turn, shared by replicas where there are too few), or one device. `meshes` gives pools
-    several ranks. `tp_over_hosts`: may a replica's axis `tp` go over hosts? Raises ClusterError for pools or devices
-    that are not there, for ranks of one replica that would share a GPU, and for hosts that do not share out its ranks,
-    or have no network in common.
+    `slots` is the number of rows that a generator decodes at once, `ahead` the number of groups beyond these. `device`
+    is "cpu", "cuda" (the hosts' devices in turn, shared by replicas if there are too few), or one device. `meshes`
+    gives pools several ranks. `tp_over_hosts`: a replica's axis `tp` may go over hosts. Raises ClusterError for pools
+    or devices that do not exist, for ranks of one replica that would share a GPU, and for hosts among which its ranks
+    cannot be divided evenly, or that have no common network.
     """
     if generators < 1:
         raise ClusterError(f"generators: given {generators}, needed at least 1 replica")
@@ -332,7 +331,7 @@ def place(
             given = f"--mesh {role.name}={spelled(mesh)} [{lack.code}]: given {lack.given}"
             raise ClusterError(f"{given}, needed {lack.needed}")
         _check_spread(role, meshes.get(role.name, ()), generators, tp_over_hosts)
-    # A trainer has the first devices of its hosts, so that others begin after its ranks.
+    # A trainer has the first devices of its hosts; other pools begin after its ranks.
     updating = {
         host.name: num_ranks(meshes.get(role.name, ())) // len(role.hosts)
         for role in roles
@@ -342,7 +341,7 @@ def place(
 
     def replica(role: _Role, index: int) -> Replica:
         mesh, hosts = meshes.get(role.name, ()), role.hosts_of(index, generators)
-        # Ranks that compute the same, such as copies of a norm, agree to the bit only with equally many threads.
+        # Ranks that compute the same, such as copies of a norm, are bit-equal only with the same number of threads.
         threads = min(_threads(role, host, roles, generators, overlapping) for host in hosts)
         ranks = _ranks(role, index, hosts, mesh, device, threads, updating)
         return Replica(f"{role.name}/{index}", ranks, role.capacity(slots, generators, ahead), mesh)
@@ -355,13 +354,13 @@ def place(
 
 
 def model_hosts(graphs: Sequence[Graph], cluster: Cluster) -> tuple[Host, ...]:
-    """Where pools with a model are, as a cluster says; any host where there is no such pool."""
+    """The hosts of pools with a model; all hosts if there is no such pool."""
     hosts = {host.name: host for role in _roles(graphs, cluster) if role.models for host in role.hosts}
     return tuple(hosts.values()) or cluster.hosts
 
 
 def _check_names(cluster: Cluster, roles: Sequence[_Role]) -> None:
-    """Raises ClusterError for a pool that is not there."""
+    """Raise ClusterError for a pool that does not exist."""
     names = [role.name for role in roles]
     for pool in cluster.pools:
         if pool not in names:
@@ -369,7 +368,7 @@ def _check_names(cluster: Cluster, roles: Sequence[_Role]) -> None:
 
 
 def _check_spread(role: _Role, mesh: Axes, generators: int, tp_over_hosts: bool) -> None:
-    """Raises ClusterError where a pool's hosts do not share out its replicas, or the ranks of one."""
+    """Raise ClusterError if a pool's replicas, or the ranks of one, cannot be divided among its hosts."""
     replicas, ranks, names = role.replicas(generators), num_ranks(mesh), ", ".join(host.name for host in role.hosts)
     if len(role.hosts) > replicas and len(role.hosts) % replicas:
         given = f"pools.{role.name}: given {len(role.hosts)} hosts for {replicas} replicas"
@@ -381,10 +380,10 @@ def _check_spread(role: _Role, mesh: Axes, generators: int, tp_over_hosts: bool)
         plural = "s" * (ranks > 1)
         given = f"pools.{role.name}: given {len(hosts)} hosts ({names}) for each replica of {ranks} rank{plural}"
         needed = f"a mesh of a multiple of {len(hosts)} ranks (--mesh {role.name}={FSDP}{len(hosts)})"
-        # A pool without a model has one rank, whatever is asked for.
+        # A pool without a model always has one rank.
         raise ClusterError(f"{given}, needed {needed if role.models else 'one host'}")
     for host in role.hosts:
-        # A slip of the pen.
+        # Probably a typing mistake.
         if (here := each * role.replicas_on(host, generators)) > RANKS_PER_CORE * host.cores:
             given = f"--generators {replicas}" if replicas > 1 else f"--mesh {role.name}={spelled(mesh)}"
             needed = f"needed at most {RANKS_PER_CORE * host.cores}: a rank is a process"
@@ -407,9 +406,8 @@ def _ranks(
     threads: int,
     updating: Mapping[str, int],
 ) -> tuple[Rank, ...]:
-    """The ranks of replica `index` of a pool, in blocks on its hosts; those of a host are on the devices that follow
-    each other, and share its threads. Of other pools, those that update have the first `updating` devices of their
-    hosts.
+    """The ranks of replica `index` of a pool, in blocks on its hosts. The ranks on a host are on consecutive devices,
+    and divide `threads` among them. Pools that update have the first `updating` devices of their hosts.
     """
     count, before = num_ranks(mesh) // len(hosts), index // len(role.hosts)
     ranks: list[Rank] = []
@@ -425,7 +423,7 @@ def _ranks(
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
-    """Where a planner has put the replicas of a pool: the mesh of each, and the (host, device) of each of its ranks."""
+    """A planner's placement of a pool's replicas: the mesh of each, and the (host, device) of each of its ranks."""
 
     mesh: Axes
     replicas: tuple[tuple[tuple[str, str], ...], ...]
@@ -434,11 +432,10 @@ class PoolLayout:
 def place_as(
     graphs: Sequence[Graph], cluster: Cluster, layouts: Mapping[str, PoolLayout], *, slots: int, tp_over_hosts: bool
 ) -> Plan:
-    """The plan for graphs as `place` makes it, with the model pools where `layouts` says.
+    """As `place`, but with the model pools placed by `layouts`.
 
-    Pools without a layout do small work on the CPU of their host. The ranks with a layout share out their host's cores.
-    Raises ClusterError for pools, hosts or devices that are not there, and for what a replica cannot be
-    (`capabilities`).
+    Pools without a layout do small work on the CPU of their host. Ranks with a layout divide their host's cores. Raises
+    ClusterError for pools, hosts or devices that do not exist, and for replicas that `capabilities` does not allow.
     """
     roles = _roles(graphs, cluster)
     _check_names(cluster, roles)
@@ -465,7 +462,7 @@ def place_as(
             raise ClusterError(f"{what} [{lack.code}]: given {lack.given}, needed {lack.needed}")
         hosts = [cluster.host(host) for host in dict.fromkeys(host for host, _ in places)]
         check_common_network(hosts, what)
-        # As many for each: ranks that compute the same agree to the bit only with equally many.
+        # The same number for each: ranks that compute the same are bit-equal only so.
         threads = max(1, min(host.cores // sharing[host.name] for host in hosts))
         ranks = tuple(Rank(host, device, threads) for host, device in places)
         return Replica(f"{role.name}/{index}", ranks, role.capacity(slots, generators), mesh)
@@ -484,8 +481,8 @@ def place_as(
 
 
 def _roles(graphs: Sequence[Graph], cluster: Cluster) -> list[_Role]:
-    """The pools in the order in which the programs name them; a pool that is left with nothing is left out."""
-    # The first graph that names a value or a node says where it is.
+    """The pools, in the order in which the programs name them, without empty ones."""
+    # The first graph with a value or a node decides its pool.
     homes: dict[str, str] = {}
     updating: set[str] = set()
     carrying: set[str] = set()
@@ -520,20 +517,20 @@ def _roles(graphs: Sequence[Graph], cluster: Cluster) -> list[_Role]:
 
 
 def decodes(graph: Graph, node: Node) -> bool:
-    """Does the node sample a group's responses? It works per group, and reads weights as they come."""
+    """True if the node samples a group's responses: it works per group, and reads broadcast weights."""
     sources = [graph[item.ref.node] for item in node.inputs if item.ref.node in graph]
     return node.clock == "group" and samples_of(graph, node) > 0 and any(s.construct == "broadcast" for s in sources)
 
 
 def samples_of(graph: Graph, node: Node) -> int:
-    """The rows of one group at most, by the option of that name; 0 for a node without it. One that answers another has
-    a row for each of that one's, and one that goes on from prefixes so many for each of these."""
+    """The most rows of one group, by the option `samples`; 0 for a node without it. A node that answers another has as
+    many rows as that one; a node that continues prefixes has `samples` rows for each prefix."""
     return len(begun_shares(graph, node))
 
 
 def begun_shares(graph: Graph, node: Node) -> tuple[float, ...]:
-    """For each row of one group, the share of its response that stands before: 0 but for rows that go on from a prefix,
-    of which those of one response are spread evenly over it."""
+    """For each row of one group, the share of its response that exists before: 0, except for rows that continue a
+    prefix. The prefixes of one response are assumed to be spread evenly over it."""
     samples = dict(node.options).get("samples", 0)
     if not samples and node.answers and node.inputs and node.inputs[0].ref.node in graph:
         return begun_shares(graph, graph[node.inputs[0].ref.node])
@@ -547,18 +544,18 @@ def begun_shares(graph: Graph, node: Node) -> tuple[float, ...]:
 
 
 def cutter_of(graph: Graph, node: Node) -> Node | None:
-    """The node that makes the prefixes that a node goes on from; None if it goes on from none."""
+    """The node that makes the prefixes that a node continues; None if it continues none."""
     return _maker(graph, node, ":Prefixes")
 
 
 def most_prefixes(cutter: Node) -> int:
-    """Prefixes of each response at most, by the option `most`; 0 for a node that does not say it."""
+    """The most prefixes of a response, by the option `most`; 0 for a node without it."""
     most = dict(cutter.options).get("most")
     return most if type(most) is int and most > 0 else 0
 
 
 def _maker(graph: Graph, node: Node, kind: str) -> Node | None:
-    """The node that makes a node's input of this type, through filters and what else hands it on."""
+    """The node that makes a node's input of this type. Filters, and other nodes that only pass it on, are skipped."""
     item = next((item for item in node.inputs if item.type.endswith(kind) and not item.back), None)
     if item is None or item.ref.node not in graph:
         return None
@@ -568,11 +565,11 @@ def _maker(graph: Graph, node: Node, kind: str) -> Node | None:
 
 
 def _threads(role: _Role, host: Host, roles: Sequence[_Role], generators: int, overlapping: bool) -> int:
-    """CPU threads of a pool's replica on a host: updates share all of the host's cores, generators what half leaves.
+    """CPU threads of a pool's replica on a host: updates divide all of the host's cores, generators half of them.
 
-    An update's threads never wait for each other, so they take the time that generators leave over; those of a
-    generator meet at every operation, and would stall where another process has the core. Without a lag the two take
-    turns, unless updates accumulate, and generators have all cores as well.
+    An update's threads never wait for each other, so they use the time that generators leave. A generator's threads
+    synchronise at every operation, and would stall if another process had a core. Without a lag, and unless updates
+    accumulate, the two take turns; then generators have all cores, too.
     """
     if not (role.updates or role.generates):
         return 1
@@ -580,14 +577,14 @@ def _threads(role: _Role, host: Host, roles: Sequence[_Role], generators: int, o
     if role.updates:
         return max(1, host.cores // updating)
     generating = sum(r.replicas_on(host, generators) for r in roles if r.generates)
-    # Half of the cores are the update's while generators decode beside it.
+    # While generators decode during an update, half of the cores are the update's.
     rest = host.cores - max(1, host.cores // 2) if updating and overlapping else host.cores
     return max(1, rest // generating)
 
 
 def _device(role: _Role, host: Host, index: int, device: str) -> str:
-    """The device of this index, in turn, of a host; small work stays on the CPU."""
-    # A GPU that holds no model would wait for small work, and keep its memory from others.
+    """A host's device with this index, in turn; small work stays on the CPU."""
+    # A GPU for small work would mostly be idle, and its memory would be missing elsewhere.
     if device == "cpu" or not role.models:
         return "cpu"
     has = host.accelerators
@@ -600,8 +597,8 @@ def _device(role: _Role, host: Host, index: int, device: str) -> str:
 
 
 def why_not(asked: str, source: Replica, replicas: Sequence[Replica], delta: int = 0) -> str:
-    """What keeps weights from going from `source` to `replicas` in this way ("auto", "messages", "nccl", "shm",
-    "cuda_ipc"), for people; "" if nothing does, as far as a plan can tell.
+    """Why weights cannot go from `source` to `replicas` by a transport ("auto", "messages", "nccl", "shm", "cuda_ipc"),
+    for messages; "" if they can, as far as a plan can tell.
     """
     if asked in ("auto", "messages"):
         return ""
@@ -613,7 +610,7 @@ def why_not(asked: str, source: Replica, replicas: Sequence[Replica], delta: int
             if asked == "nccl":
                 if rank.device == "cpu":
                     return f"{name} is on the CPU, needed a GPU"
-                # A link joins the ranks of the source and of one replica: other replicas may share a GPU.
+                # A link joins the ranks of the source and of one replica; different replicas may share a GPU.
                 for other, own in enumerate(source.ranks):
                     before = replica is not source or other < number
                     if before and (own.host, own.device) == (rank.host, rank.device):
@@ -624,14 +621,14 @@ def why_not(asked: str, source: Replica, replicas: Sequence[Replica], delta: int
                 return f"{name} is on host {rank.host}, needed host {source.ranks[0].host} with {source.name}"
             if asked == "cuda_ipc" and rank.device == "cpu":
                 return f"{name} is on the CPU, needed a GPU"
-            # Shared memory is the host's: a receiver on a GPU has its weights elsewhere.
+            # Shared memory is host memory: a receiver on a GPU has its weights elsewhere.
             if asked == "shm" and replica is not source and rank.device != "cpu":
                 return f"{name} is on {rank.device}, needed the CPU to receive in the host's memory"
     return ""
 
 
 def why_no_turns(graph: Graph, plan: Plan) -> str:
-    """What keeps them from it, for people; "" where they do."""
+    """Why trainer and generator do not take turns with a device, for messages; "" if they do."""
     makers = [name for argument in graph.carried if (name := graph.producer(argument.name)) is not None]
     updating = {place for name in makers for place in plan.pool_of(name).places}
     decoding = {place for n in graph.nodes if decodes(graph, n) for place in plan.pool_of(n.name).places}
@@ -648,8 +645,8 @@ def why_no_turns(graph: Graph, plan: Plan) -> str:
 
 
 def served(graph: Graph, plan: Plan) -> Plan:
-    """The plan with the number of firings that really are in work at once: a rank works on one at a time, but for those
-    of a stream (a generator, an environment)."""
+    """The plan with the number of firings that are really processed at once: one per rank, except in pools with a
+    stream (a generator, an environment)."""
     streaming = {node.name for node in graph.nodes if node.stream and node.clock == "group"}
     pools = (
         pool

@@ -1,8 +1,8 @@
-"""Which hosts of today stand for those of a plan that was made on others, and what keeps them from it. Pure.
+"""Moves a plan to other hosts: which new host replaces which former one, and why it may be impossible. Pure.
 
-A plan is over slots: the hosts of a cluster, in order. Their names and addresses are those of one day: an engine gives
-a job that it has taken away other machines. Where these have the shape of the former ones, the plan stays as it is, and
-with it the bits of the run.
+A plan is over slots: the hosts of a cluster, in order. Their names and addresses may change: a cluster manager gives a
+preempted job other machines. If these have the shape of the former ones, the plan stays the same, and so do the bits of
+the run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,8 +14,8 @@ from penstock.runtime.cluster.placement import Plan, Rank
 
 @dataclass(frozen=True)
 class MovedPlan:
-    """A plan on other hosts: `cluster` is theirs, with pools where the plan has them. `lacks` says why the plan cannot
-    be moved, a line for each reason; then it is as it was."""
+    """A plan on other hosts. `cluster` is that of the new hosts, with the plan's pools on them. `lacks` says why the
+    plan cannot be moved, a line for each reason; then the plan is unchanged."""
 
     plan: Plan
     cluster: Cluster
@@ -23,10 +23,10 @@ class MovedPlan:
 
 
 def moved(plan: Plan, before: Cluster, now: Cluster) -> MovedPlan:
-    """The plan that was made for the hosts of `before`, on those of `now`.
+    """Move a plan that was made for the hosts of `before` to those of `now`.
 
-    Hosts keep their names where all of them are there; else the first stands for the first, and so on. Hosts beyond
-    those are left idle. Where `now` says of no pool where it is, pools stay with their hosts."""
+    If `now` has all former host names, each host keeps its role; otherwise the first new host replaces the first former
+    one, and so on. Further hosts stay idle. If `now` has no `pools`, pools stay with their hosts."""
     stands = _stands_for(before, now)
     if lacks := tuple(_lacks(plan, before, now, stands)):
         return MovedPlan(plan, now, lacks)
@@ -41,7 +41,7 @@ def moved(plan: Plan, before: Cluster, now: Cluster) -> MovedPlan:
         own = dict(zip(was.accelerators, host.accelerators, strict=False))
         return replace(rank, host=host.name, device=own.get(rank.device, rank.device))
 
-    # What a file does not say of the machines that there are now is as it was of the former ones.
+    # GPU kind and memory that the new cluster does not give are taken from the former hosts.
     former = {host.name: was for was in before.hosts for host in [stands[was.name]]}
     hosts = []
     for host in now.hosts:
@@ -60,7 +60,7 @@ def moved(plan: Plan, before: Cluster, now: Cluster) -> MovedPlan:
 
 
 def _stands_for(before: Cluster, now: Cluster) -> dict[str, Host]:
-    """The host of today for each of the former ones, as far as there are enough."""
+    """The new host for each former one, as far as there are enough."""
     known = {host.name: host for host in now.hosts}
     names = [host.name for host in before.hosts]
     if known.keys() >= set(names):
@@ -77,7 +77,7 @@ def _lacks(plan: Plan, before: Cluster, now: Cluster, stands: Mapping[str, Host]
         for what, given, needed in (
             ("cores", host.cores, was.cores),
             ("GPUs", len(host.accelerators), len(was.accelerators)),
-            # A kind that is not said is whatever the GPUs are.
+            # A kind that is not given matches any.
             ("GPUs of the kind", host.gpu, was.gpu if host.gpu else ""),
         ):
             if given != needed and needed != "":

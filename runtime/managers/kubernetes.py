@@ -1,21 +1,21 @@
 """A run as a JobSet of Kubernetes: one Pod with the launcher and its controller, N Pods with an agent each.
 
-`manifests` is pure: what Kubernetes is given, as plain data. `create` and `follow` hand it to `kubectl`.
+`manifests` is pure: it makes what Kubernetes is given, as plain data. `create` hands it to `kubectl`, and `follow`
+follows the run.
 
-What starts again, and what counts:
+What is restarted, and whether that counts:
 
-- An agent's Pod that is taken away (the condition DisruptionTarget: preempted, drained, evicted), or that ends with 75
-  (taken away, and its run goes on without it; or there is no launcher, or no controller any more), gets a successor of
-  its own, uncounted. It enrols with the ticket of the
-  Secret, which stays the same.
-- The controller's Pod that is taken away, or that ends with 75 (a checkpoint was made: requeue me), restarts the whole
-  JobSet, uncounted. All Pods are new, since an agent that has heard the run's goodbye has ended well and would not be
-  started again by itself; `--resume auto` goes on from the last checkpoint.
-- After any other failure of the controller's Pod the JobSet has failed: starting again what can be is the run's own
+- An agent's Pod gets a successor, uncounted, if it is taken away (the condition DisruptionTarget: preempted, drained,
+  evicted), or ends with 75 (taken away, and its run goes on without it; or there is no launcher, or no controller any
+  more). The successor enrols with the ticket of the Secret, which stays the same.
+- The whole JobSet is restarted, uncounted, if the controller's Pod is taken away, or ends with 75 (a checkpoint was
+  made: requeue me). All Pods are new, since an agent that got the run's goodbye has ended with success and would not be
+  restarted alone; `--resume auto` continues from the last checkpoint.
+- After any other failure of the controller's Pod the JobSet has failed: the run itself restarts what can be restarted
   (`--restarts`, among the words of its command).
 
-The ticket: files of a Secret are root's, and the group of `fsGroup` may read them, whatever mode is asked for. So a
-first container of each Pod copies them, with mode 0400 and the user that penstock runs as, into memory.
+The ticket: files of a Secret belong to root, and the group of `fsGroup` may read them, whatever mode is asked for. So
+an init container of each Pod copies them into memory, with mode 0400 and for the user that penstock runs as.
 """
 
 import json
@@ -34,44 +34,45 @@ from penstock.runtime.record.errors import visible
 
 API = "jobset.x-k8s.io/v1alpha2"
 CONTROLLER, AGENTS = "controller", "agents"
-# Where each Pod has the claim, and the run folder in it.
+# Where each Pod mounts the claim, which has the run folder.
 RUNS = "/runs"
-# Where a Pod's own copies of the Secret's files are.
+# Where a Pod has its copies of the Secret's files.
 KEYS = "/run/penstock"
 TICKET, DESK = "ticket.json", "desk.json"
-# Where agents enrol, at the controller's Pod.
+# The port of the controller's Pod where agents enrol.
 PORT = 5555
-# What the launcher and its controller are given: they trace the program with torch, and compute nothing.
+# Resources of the launcher and its controller: they trace the program with torch, and compute nothing.
 CONTROLLER_CPU, CONTROLLER_MEMORY = "2", "4Gi"
-# What copying a file takes; a namespace may ask for limits of all that runs in it.
+# Resources of the container that copies a file; a namespace may require limits for all containers.
 COPY = {"cpu": "100m", "memory": "64Mi"}
-# The user and group that everything runs as.
+# The user and group of all processes.
 USER = 1000
-# Of a JobSet's name: its Pods' host names, <name>-controller-0-0, have 63 at most, their own names five more.
+# Most characters of a JobSet's name: its Pods' host names, <name>-controller-0-0, may have 63, and Pods' own names have
+# five more.
 LONGEST_NAME = 40
-# Seconds for which what has ended is kept, with its logs and its Secret: a week.
+# Seconds for which an ended JobSet is kept, with its logs and its Secret: a week.
 KEPT_S = 7 * 24 * 3600
-# Seconds that a Pod has beyond the run's grace, to end with a status of its own before it is killed.
+# Seconds that a Pod has beyond the run's grace period, to end with its own exit status before it is killed.
 MARGIN_S = 5
-# Seconds for an answer of kubectl, between two looks at a JobSet, and without an answer until it is followed no longer.
+# Seconds for an answer of kubectl; between two looks at a JobSet; without an answer until `follow` gives up.
 ANSWER_S, LOOK_S, DEAF_S = 60.0, 3.0, 600.0
 # The time at the beginning of a line of a log, in nanoseconds, as Kubernetes writes it.
 _TIME = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d) ")
 
 
 class KubernetesError(RuntimeError):
-    """kubectl is missing, or has not done what it was asked for: says what it said, and what is needed. `gone`: the
-    JobSet is not there any more."""
+    """kubectl is missing, or has failed. The text has its output, and what is needed. `gone`: the JobSet does not exist
+    any more."""
 
     gone = False
 
 
 @dataclass(frozen=True)
 class KubernetesRun:
-    """What a run asks of Kubernetes. `words` are those of `penstock run` that are the run's own: the program and its
-    flags. `out` is the run folder as Pods see it. `environment` is a Secret with variables of all Pods.
-    `gpus`, `cpus` and `memory` are each agent's, `grace` is in seconds, and so is `wait`, for which agents wait for the
-    desk. Raises ValueError for what Kubernetes would refuse."""
+    """What a run asks of Kubernetes. `words` are the run's own arguments of `penstock run`: the program and its flags.
+    `out` is the run folder as Pods see it. `environment` is a Secret with environment variables for all Pods. `gpus`,
+    `cpus` and `memory` are for each agent. `grace` is in seconds; agents wait for the desk for `wait` seconds. Raises
+    ValueError for values that Kubernetes would refuse."""
 
     name: str
     image: str
@@ -116,12 +117,12 @@ class KubernetesRun:
 
     @property
     def endpoint(self) -> str:
-        """Where agents enrol, however often the controller's Pod is a new one: its name in the cluster's DNS."""
+        """Where agents enrol: the name of the controller's Pod in the cluster's DNS, which a new Pod keeps."""
         return f"{self.name}-{CONTROLLER}-0-0.{self.name}:{PORT}"
 
 
 def job_name(program: str, suffix: str) -> str:
-    """A JobSet's name for a program as a user calls it: an import path, or a file."""
+    """A JobSet's name, from a program as the user gives it: an import path, or a file."""
     last = program.rpartition(":")[2].rpartition("/")[2].rpartition(".")[2]
     stem = re.sub(r"[^a-z0-9]+", "-", last.lower()).strip("-")[: LONGEST_NAME - len(suffix) - 1].strip("-")
     return f"{stem or 'run'}-{suffix}"
@@ -151,7 +152,7 @@ def manifests(workload: KubernetesRun, secrets: Mapping[str, str]) -> tuple[dict
             [{"action": "Ignore", **one} for one in (requeue, taken)],
         ),
     ]
-    # A Job that a rule of `podFailurePolicy` has failed is one that was taken away; see above.
+    # A Job that failed by a rule of `podFailurePolicy` was taken away; see above.
     uncounted = {
         "name": "taken",
         "action": "RestartJobSetAndIgnoreMaxRestarts",
@@ -163,7 +164,7 @@ def manifests(workload: KubernetesRun, secrets: Mapping[str, str]) -> tuple[dict
         "kind": "JobSet",
         "metadata": _metadata(workload),
         "spec": {
-            # The headless service, by which Pods find the controller before it is ready.
+            # The headless service by which Pods find the controller, even before it is ready.
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": workload.name},
             "successPolicy": {"operator": "All", "targetReplicatedJobs": [CONTROLLER]},
             "failurePolicy": {"maxRestarts": 0, "rules": [uncounted]},
@@ -182,26 +183,26 @@ def _metadata(workload: KubernetesRun) -> dict[str, Any]:
 def _job(
     workload: KubernetesRun, name: str, pods: int, container: dict[str, Any], rules: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """A replicated job of the JobSet. Its Pods have numbers, and with them names in the DNS."""
+    """A replicated job of the JobSet. Its Pods are numbered, and so have names in the DNS."""
     template = {"metadata": {"labels": {"app.kubernetes.io/name": "penstock"}}, "spec": _pod(workload, name, container)}
     spec = {
         "completionMode": "Indexed",
         "completions": pods,
         "parallelism": pods,
-        # Pods that fail otherwise. One controller at a time has the run folder: a new one comes with new agents.
+        # For other failures of Pods. Only one controller may use the run folder: a new one comes with new agents.
         "backoffLimit": 0 if name == CONTROLLER else max(6, pods),
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {"rules": rules},
         "template": template,
     }
-    # An agent waits for the desk (--wait) from when the launcher begins: not for its Pod to be scheduled, but while it
-    # downloads and traces.
+    # Agents start only after the launcher's Pod: their timeout for the desk (--wait) then covers its downloads and
+    # tracing, but not its scheduling.
     after = {} if name == CONTROLLER else {"dependsOn": [{"name": CONTROLLER, "status": "Ready"}]}
     return {"name": name, "replicas": 1, **after, "template": {"spec": spec}}
 
 
 def _pod(workload: KubernetesRun, name: str, container: dict[str, Any]) -> dict[str, Any]:
-    # Nobody has more than it needs: agents never see the desk's secret key.
+    # Each Pod gets only what it needs: agents never see the desk's secret key.
     shown = DESK if name == CONTROLLER else TICKET
     closed = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     copied = f"{KEYS}-secret"
@@ -223,7 +224,7 @@ def _pod(workload: KubernetesRun, name: str, container: dict[str, Any]) -> dict[
         "securityContext": closed,
         **container,
         **given,
-        # One folder for all Pods: what one of them builds or downloads, the others read.
+        # One cache folder for all Pods: they share builds and downloads.
         "env": [{"name": "XDG_CACHE_HOME", "value": f"{RUNS}/.cache"}, *container.get("env", ())],
         "volumeMounts": mounts,
     }
@@ -232,7 +233,7 @@ def _pod(workload: KubernetesRun, name: str, container: dict[str, Any]) -> dict[
         "terminationGracePeriodSeconds": ceil(workload.grace) + MARGIN_S,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        # A first process of its own, which reaps what ranks leave behind.
+        # The Pod's own first process reaps the children that ranks leave behind.
         "shareProcessNamespace": True,
         "securityContext": {
             "runAsNonRoot": True,
@@ -255,7 +256,7 @@ def _pod(workload: KubernetesRun, name: str, container: dict[str, Any]) -> dict[
             },
             {"name": "keys", "emptyDir": memory},
             {"name": "runs", "persistentVolumeClaim": {"claimName": workload.claim}},
-            # Values go through shared memory, of which containers have 64 MB otherwise.
+            # Values go through shared memory; by default containers have only 64 MB.
             {"name": "shm", "emptyDir": memory},
         ],
     }
@@ -267,7 +268,7 @@ def _controller(workload: KubernetesRun) -> dict[str, Any]:
     command += ["--bind", f"\0(POD_IP):{PORT}", "--ticket-keys", f"{KEYS}/{DESK}"]
     given = {"cpu": CONTROLLER_CPU, "memory": CONTROLLER_MEMORY}
     return {
-        # Kubernetes puts a variable in the place of $(NAME), and $( in that of $$(.
+        # Kubernetes replaces $(NAME) by a variable, and $$( by $(.
         "command": [word.replace("$(", "$$(").replace("\0(", "$(") for word in command],
         "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
         "resources": {"requests": given, "limits": given},
@@ -279,17 +280,17 @@ def _agent(workload: KubernetesRun) -> dict[str, Any]:
     if workload.gpus:
         given["nvidia.com/gpu"] = str(workload.gpus)
     return {
-        # A Pod that has ended with 0 would have no successor.
+        # --requeue: a Pod that ends with 0 would get no successor.
         "command": ["penstock", "agent", "--ticket", f"{KEYS}/{TICKET}", "--wait", f"{workload.wait:g}", "--requeue"],
         "resources": {"requests": given, "limits": given},
     }
 
 
 def as_yaml(documents: Sequence[Mapping[str, Any]]) -> str:
-    """What `kubectl apply -f` reads."""
-    import yaml  # a third of the time that a start takes, which only this needs
+    """The documents as text for `kubectl apply -f`."""
+    import yaml  # here, since it takes a third of the start-up time, and only this function needs it
 
-    # No aliases: equal parts are written out, so that each Pod can be read alone.
+    # No aliases: equal parts are repeated, so that each Pod can be read alone.
     dumper = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
     return yaml.dump_all(documents, Dumper=dumper, sort_keys=False, width=120, explicit_start=True)
 
@@ -298,10 +299,10 @@ def as_yaml(documents: Sequence[Mapping[str, Any]]) -> str:
 
 
 def create(workload: KubernetesRun, secrets: Mapping[str, str]) -> None:
-    """Have Kubernetes start the run. The Secret is the JobSet's own: it goes when that is deleted. Raises
-    KubernetesError, and then nothing is left."""
+    """Start the run in Kubernetes. The JobSet owns the Secret, which is deleted with it. Raises KubernetesError, and
+    then nothing is left."""
     secret, jobset = manifests(workload, secrets)
-    # In this order, since an owner has to be there first. Pods wait for a Secret that is not there yet.
+    # The owner must exist first. Pods wait for a Secret that does not exist yet.
     made = json.loads(_kubectl(workload, ["create", "-f", "-", "-o", "json"], as_yaml([jobset])))
     owner = {"apiVersion": API, "kind": "JobSet", "name": workload.name, "uid": made["metadata"]["uid"]}
     secret["metadata"]["ownerReferences"] = [owner]
@@ -313,15 +314,16 @@ def create(workload: KubernetesRun, secrets: Mapping[str, str]) -> None:
 
 
 def follow(workload: KubernetesRun, deadline: float, tell: Callable[[str], None]) -> bool:
-    """Show the controller's log on standard output, each line once, through all restarts, until the run has ended:
-    whether it is done. `tell` hears what Pods wait for. Raises KubernetesError if no controller runs within `deadline`
-    seconds, or if Kubernetes does not answer for DEAF_S, and BrokenPipeError if nobody reads on; the JobSet stays."""
+    """Show the controller's log on standard output, each line once, through all restarts, until the run has ended.
+    Return whether it is done. `tell` is called with what Pods wait for. Raises KubernetesError if no controller runs
+    within `deadline` seconds, or if Kubernetes does not answer for DEAF_S; BrokenPipeError if standard output has no
+    reader any more. In both cases the JobSet stays."""
     log = _Log(workload)
     seen, until, deaf = "", monotonic() + deadline, 0.0
     while True:
         ended, trouble = "", None
         try:
-            # In this order: where a run has ended, so has its log.
+            # In this order: if the run has ended, its log is complete, too.
             ended = _kubectl(
                 workload, ["get", "jobset", workload.name, "-o", "jsonpath={.status.terminalState}"]
             ).strip()
@@ -340,7 +342,7 @@ def follow(workload: KubernetesRun, deadline: float, tell: Callable[[str], None]
             raise BrokenPipeError("standard output")
         now = monotonic()
         if trouble is not None:
-            # Asking again would not help where something is not there or not allowed.
+            # Do not ask again for something that does not exist or is not allowed.
             if trouble.gone or "(Forbidden)" in str(trouble) or (deaf and now - deaf > DEAF_S):
                 raise trouble
             if not deaf:
@@ -359,19 +361,19 @@ def follow(workload: KubernetesRun, deadline: float, tell: Callable[[str], None]
 
 
 class _Log:
-    """The logs of the controller's Pods, of which nothing is shown twice."""
+    """Shows the logs of the controller's Pods, each line once."""
 
     def __init__(self, workload: KubernetesRun) -> None:
         self._workload = workload
-        # Of the Pod shown last: its name, and the time of its last line that was shown, as Kubernetes wrote it.
+        # The Pod that was shown last, and the time of its last shown line, as Kubernetes wrote it.
         self._pod, self._last = "", b""
         self._whole = False
 
     def show(self, pod: dict[str, Any]) -> bool:
-        """Show the rest of this Pod's log, as long as it runs: what it does has deadlines of its own. False if all
-        of it was shown already. Raises KubernetesError if kubectl ends otherwise than the log."""
+        """Show the rest of this Pod's log for as long as it runs; no timeout, since the run has its own deadlines.
+        False if all of it was shown already. Raises KubernetesError if kubectl fails."""
         name, over = pod["metadata"]["name"], pod["status"]["phase"] in ("Succeeded", "Failed")
-        # Each Pod has times of its own: the next one's machine may have a clock that is behind.
+        # Times are compared only within a Pod: the next one's machine may have a slower clock.
         if name != self._pod:
             self._pod, self._last, self._whole = name, b"", False
         if self._whole:
@@ -390,15 +392,15 @@ class _Log:
             said.seek(0)
             if following.returncode:
                 raise _refusal(words, following.returncode, said.read().decode(errors="replace"))
-        # A log may end early, with its connection: only what was over before has been read to its end.
+        # A log may end early, with its connection: it is complete only if the Pod had ended before it was read.
         self._whole = over
         return True
 
     def _copy(self, lines: Iterable[bytes], over: bool) -> None:
-        """To standard output, without times. kubectl begins with all of the second that it is told to begin at."""
+        """Print new lines, without times. kubectl repeats the lines of the second at which it is told to begin."""
         last, old = _time(self._last), False
         for line in lines:
-            # Cut off in the middle, it comes again as a whole.
+            # A line that is cut off comes again as a whole.
             if not line.endswith(b"\n") and not over:
                 return
             if begins := _TIME.match(line):
@@ -411,20 +413,21 @@ class _Log:
 
 
 def _time(line: bytes) -> tuple[float, bytes]:
-    """Of the beginning of a line: seconds and, as digits, nanoseconds. Times compare as these do; none is the first."""
+    """The time at the beginning of a line: seconds and, as digits, nanoseconds, which compare like times. A line
+    without a time compares as the first."""
     if not (found := _TIME.match(line)):
         return 0.0, b""
     return datetime.fromisoformat((found[1] + found[3]).decode()).timestamp(), (found[2] or b"").ljust(9, b"0")
 
 
 def hints(workload: KubernetesRun) -> str:
-    """How to look at the JobSet, and how to end it."""
+    """Commands to look at the JobSet, and to end it."""
     place = f" -n {workload.namespace}" if workload.namespace else ""
     return f"kubectl describe jobset,pods{place} (all), kubectl delete jobset{place} {workload.name} (end it)"
 
 
 def _pods(workload: KubernetesRun) -> list[dict[str, Any]]:
-    """The JobSet's."""
+    """The JobSet's Pods."""
     selected = ["get", "pods", "-l", f"jobset.sigs.k8s.io/jobset-name={workload.name}", "-o", "json"]
     return [{"status": {}, **pod} for pod in json.loads(_kubectl(workload, selected))["items"]]
 
@@ -437,7 +440,7 @@ def _controllers(pods: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _state(pods: Sequence[dict[str, Any]]) -> str:
-    """What these Pods are at, in words."""
+    """The state of these Pods, for messages."""
     found = []
     for pod in pods:
         status = pod["status"]
@@ -453,7 +456,7 @@ def _words(workload: KubernetesRun, words: Sequence[str]) -> list[str]:
 
 
 def _kubectl(workload: KubernetesRun, words: Sequence[str], given: str = "") -> str:
-    """What kubectl says to these words. Manifests have secrets: they go through its standard input."""
+    """Run kubectl with these words, and return its output. Manifests have secrets, and go through standard input."""
     try:
         done = subprocess.run(_words(workload, words), input=given, capture_output=True, text=True, timeout=ANSWER_S)
     except FileNotFoundError:
@@ -467,7 +470,7 @@ def _kubectl(workload: KubernetesRun, words: Sequence[str], given: str = "") -> 
 
 
 def _refusal(words: Sequence[str], status: int, said: str) -> KubernetesError:
-    """What kubectl has said when it ended with this exit status."""
+    """The error for a kubectl that ended with this exit status and output."""
     needed = ""
     if "no matches for kind" in said:
         needed = "; needed JobSet in the cluster: https://jobset.sigs.k8s.io/docs/installation"

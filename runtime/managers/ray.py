@@ -1,14 +1,16 @@
-"""Agents on a Ray cluster (`--on ray`): a placement group with a bundle for each node, in each an actor with an agent.
+"""Agents on a Ray cluster (`--on ray`): a placement group with a bundle for each node, and in each an actor with an
+agent.
 
 Ray is never imported here. Its driver is a child of this process (`ray_driver`), for three reasons: Ray ends a driver
-that has lost its cluster, whatever it is in the middle of; it takes signal handlers, the terminal and hundreds of
-megabytes; and a connection to nobody can be given up in time. What the two say are JSON objects, one per line:
+that has lost its cluster, at any point; it takes over signal handlers and the terminal, and needs hundreds of
+megabytes; and an attempt to connect can be given up in time. The two exchange JSON objects, one per line:
 
-- the driver is asked for `{"agents": N}` (null: a node each), and says `found` (slots, address) or `failed` (text;
-  `again`: another connection may do better);
-- it is given `{"ticket": text, "folder": path}`, and says `note` (text for the user), `state` (what the agents that
-  have not come wait for, "" for nothing), and `ended` (host, reason) of an agent that has ended;
-- when its stdin closes, because the run has ended or this process has, it frees what it took from Ray, and ends.
+- the driver gets `{"agents": N}` (null: one for each node), and answers `found` (slots, address) or `failed` (text;
+  `again`: another attempt may succeed);
+- it gets `{"ticket": text, "folder": path}`, and sends `names` (the host names of the agents), `note` (text for the
+  user), `state` (what the missing agents wait for, "" for nothing), and `ended` (host, why) for an agent that has
+  ended;
+- when its stdin closes, because the run or this process has ended, it frees what it took from Ray, and ends.
 """
 
 import json
@@ -29,16 +31,16 @@ from penstock.runtime.control.agents import AgentsError
 from penstock.runtime.control.process import describe_exit, kill, last_text
 
 DRIVER = "penstock.runtime.managers.ray_driver"
-# Where Ray's clients look for their cluster; without it, for one that this machine is part of.
+# Where Ray's clients look for their cluster; without it, they look for one that this machine is part of.
 ADDRESS = "RAY_ADDRESS"
 NEEDED = f"needed one that runs: ray start --head, or from outside: {ADDRESS}=ray://HOST:10001"
-# Seconds for a cluster to answer, and how often it is asked. For each client of `ray://` it forks a process beside
-# threads of gRPC, which dies at once in some of 100 connections (https://github.com/ray-project/ray/issues/63202): Ray
-# waits for it for 30 s, and mostly tells of its death after 40 to 75 s.
+# Seconds for a cluster to answer, and number of attempts. For each client of `ray://` Ray forks a process beside gRPC
+# threads. In a few of 100 connections it dies at once (https://github.com/ray-project/ray/issues/63202): Ray waits for
+# it for 30 s, and mostly reports its death after 40 to 75 s.
 CONNECT_S, CONNECTS = 35.0, 3
-# Seconds for the driver to free what it has taken: agents have `ray_driver.LEAVE_S` of it.
+# Seconds for the driver to free its resources; agents have `ray_driver.LEAVE_S` of these.
 FREE_S = 12.0
-# Bytes of what Ray has printed that an error shows.
+# Bytes of Ray's output that an error shows.
 SHOWN_BYTES = 1500
 
 Said = dict[str, Any]
@@ -54,7 +56,7 @@ class RayAgents:
         self._names: list[str] = []
         self._state, self._over = "", False
         self._tell: Callable[[str], None] = lambda text: None
-        # What Ray prints is for an error alone.
+        # Ray's output is only for errors.
         self._log = TemporaryFile()  # noqa: SIM115
         try:
             found = self._connect(count)
@@ -65,7 +67,7 @@ class RayAgents:
 
     def start(self, ticket: Path, tell: Callable[[str], None]) -> None:
         self._tell = tell
-        # By a pipe: no process of this machine or of Ray's has it among its arguments.
+        # Through a pipe, so that the ticket is no argument of a process here or in Ray.
         self._ask({"ticket": ticket.read_text(), "folder": str(Path.cwd())})
 
     def poll(self) -> list[tuple[str, str]]:
@@ -94,15 +96,15 @@ class RayAgents:
         self._close_stdin()
         with suppress(subprocess.TimeoutExpired):
             self._driver.wait(FREE_S)
-        # Ray frees what a driver had that is no more.
+        # Ray frees the resources of a dead driver.
         self._kill_driver()
         self._log.close()
 
     # The driver -------------------------------------------------------------------------------------------
 
     def _connect(self, count: int | None) -> Said:
-        """What the driver has found; another one is started if the cluster has not answered it in time, or not as it
-        should. Raises AgentsError."""
+        """Start a driver, and return what it has found. Try again with another driver if the cluster does not answer
+        in time, or fails in a way that may pass. Raises AgentsError."""
         told = f"--on ray: no Ray cluster {self._given()} answered within {CONNECT_S:g} s, {CONNECTS} times; {NEEDED}"
         for _ in range(CONNECTS):
             self._start_driver()
@@ -112,7 +114,7 @@ class RayAgents:
                 said = self._answer()
             finally:
                 if said is None or said["kind"] != "found":
-                    self._kill_driver()  # it may hang in a connection, and holds nothing yet
+                    self._kill_driver()  # it may hang while it connects, and holds no resources yet
             if said is None:
                 why = f"{told}{self._printed()}"
             elif said["kind"] == "found":
@@ -126,7 +128,7 @@ class RayAgents:
     def _start_driver(self) -> None:
         self._said: Queue[Said | None] = Queue()
         try:
-            # A session of its own: Ctrl-C is the run's, which still needs its agents.
+            # In its own session: Ctrl-C is for the run, which still needs its agents.
             self._driver = subprocess.Popen(
                 module_command(DRIVER),
                 stdin=subprocess.PIPE,
@@ -151,13 +153,13 @@ class RayAgents:
 
     def _ask(self, said: Said) -> None:
         assert self._driver.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, as is heard in a moment
+        with suppress(BrokenPipeError):  # the driver has ended, which `_heard` soon shows
             self._driver.stdin.write(json.dumps(said).encode() + b"\n")
             self._driver.stdin.flush()
 
     @staticmethod
     def _hear(lines: IO[bytes], said: "Queue[Said | None]") -> None:
-        """In a thread of its own."""
+        """Put the driver's lines into a queue, and None at the end. Runs in its own thread."""
         with lines:
             for line in lines:
                 said.put(json.loads(line))
@@ -171,10 +173,10 @@ class RayAgents:
                 return
 
     def _answer(self) -> Said | None:
-        """The first line of the driver; None if it says nothing. Raises AgentsError if it ends without one."""
+        """The driver's first line; None if there is none in time. Raises AgentsError if it ends without one."""
         until = monotonic() + CONNECT_S
         while monotonic() < until:
-            # In short waits, so that signals are heard.
+            # In short waits, so that signals are handled.
             with suppress(Empty):
                 said = self._said.get(timeout=0.2)
                 if said is None:
@@ -192,6 +194,6 @@ class RayAgents:
         return f"{how}{self._printed()}"
 
     def _printed(self) -> str:
-        """What Ray has printed last."""
+        """The end of Ray's output."""
         text = last_text(self._log, SHOWN_BYTES)
         return f"\n{text}" if text else ""

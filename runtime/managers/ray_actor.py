@@ -1,4 +1,4 @@
-"""What runs on a node of Ray: an actor that holds an agent. Ray is not imported: it makes an actor of the class."""
+"""The actor on a node of Ray, which holds an agent. Ray is not imported here: it makes an actor of the class."""
 
 import os
 import subprocess
@@ -8,20 +8,20 @@ from tempfile import TemporaryFile
 
 from penstock.runtime.control.process import describe_exit, last_text, start
 
-# Bytes of what an agent says last that go to the launcher.
+# Bytes of the end of an agent's output that go to the launcher.
 SAID_BYTES = 2000
 
 
 class AgentHolder:
-    """An actor with one agent, which ends with it."""
+    """An actor with one agent, which ends with the actor."""
 
     def run(self, ticket: bytes, environment: Mapping[str, str], folder: str, wait: float) -> tuple[int, str]:
-        """Start an agent with the text of this ticket, and wait for its end: its exit status, and what it said last.
-        It runs in `folder`, the launcher's, if that is here, too, so that it finds the same modules; it waits for the
-        launcher for `wait` seconds."""
+        """Start an agent with the text of this ticket, wait for its end, and return its exit status and the end of its
+        output. It runs in the launcher's `folder`, if that exists here, too, so that it finds the same modules. It
+        waits for the launcher for `wait` seconds."""
         if Path(folder).is_dir():
             os.chdir(folder)
-        # In memory, readable by this user alone, and gone with the last process that has it, however that ends.
+        # A file in memory that only this user can read; it is gone with the last process that has it open.
         held = os.memfd_create("ticket", os.MFD_CLOEXEC)
         os.fchmod(held, 0o600)
         with os.fdopen(held, "wb") as file, TemporaryFile() as said:

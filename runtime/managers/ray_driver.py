@@ -1,8 +1,8 @@
 """Ray's driver for a run: `python -m penstock.runtime.managers.ray_driver`, a child of the launcher.
 
-What it says and hears is in `ray`. It asks Ray for a placement group, one bundle on each node with all CPUs and GPUs of
-it, and has an actor in each bundle that holds an agent. An agent that ends before the run is told of at once, and
-another one is started in its bundle, which Ray moves to another node if its own is gone; but not for ever.
+`ray` describes its messages. It asks Ray for a placement group with a bundle on each node, of all its CPUs and GPUs,
+and has an actor with an agent in each bundle. If an agent ends before the run, it reports that at once and starts
+another one in the bundle, a limited number of times. Ray moves the bundle to another node if its own is gone.
 """
 
 import json
@@ -28,19 +28,19 @@ from penstock.runtime.managers.ray_actor import AgentHolder
 
 # Seconds for agents to end by themselves after their run has.
 LEAVE_S = 5.0
-# Seconds from an agent's end to the start of another one: most runs that cannot do without it have ended by then.
+# Seconds from an agent's end to the start of another one: a run that needs it has mostly ended by then.
 AGAIN_S = 3.0
-# How often in a row an agent is started again that has lived no longer than so many seconds.
+# Most starts in a row of an agent that lives no longer than `LIVED_S` seconds.
 STARTS, LIVED_S = 3, 60.0
-# For how long it waits for the launcher, which was there when it asked for the actor: less than an agent that lives.
+# Seconds that an agent waits for the launcher, which existed when the actor was started; less than `LIVED_S`.
 WAIT_S = 30.0
-# Seconds between two looks, and between two at what the cluster has.
+# Seconds between two looks at the agents, and between two looks at the cluster's resources.
 LOOK_S, STATE_S = 0.1, 1.0
 
 Bundle = dict[str, float]
 
 
-# Where the launcher listens, alone: Ray and its libraries print on stdout as they like.
+# Only for the launcher: Ray and its libraries print on the normal stdout, which becomes stderr.
 LAUNCHER = os.fdopen(os.dup(1), "w")
 
 
@@ -50,8 +50,8 @@ def say(kind: str, **facts: object) -> None:
 
 @dataclass
 class BundleAgent:
-    """A bundle, by its number, and the agent in it. `ref` is what its actor returns once the agent has ended; `again`
-    is when another one is to be started."""
+    """A bundle, by its number, and the agent in it. `ref` is the future of its actor, done when the agent has ended;
+    `again` is the time to start another one."""
 
     number: int
     bundle: Bundle
@@ -65,7 +65,7 @@ class BundleAgent:
 
 class Driver:
     def __init__(self, count: int | None) -> None:
-        # Nodes without a CPU, as Ray's head often is, take no actors of anybody.
+        # Nodes without a CPU, as often Ray's head, take no actors.
         self.nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
         self.places = [BundleAgent(number, bundle) for number, bundle in enumerate(bundles(self.nodes, count))]
         self.group: PlacementGroup | None = None
@@ -80,7 +80,7 @@ class Driver:
         say("note", text=f"asked Ray for {spelled([place.bundle for place in self.places])}")
 
     def look(self) -> None:
-        """What has changed since the last look; takes a moment."""
+        """Report what has changed since the last look, and start agents. Takes a moment."""
         assert self.group is not None
         now = monotonic()
         if not self._ready:
@@ -101,7 +101,7 @@ class Driver:
             self._end(refs[ref], ref)
 
     def close(self) -> None:
-        """Free all that Ray has given. Agents have heard that the run has ended, and have some seconds to end."""
+        """Free all resources of Ray. Agents have got the run's goodbye, and have some seconds to end."""
         refs = [place.ref for place in self.places if place.ref is not None]
         if refs:
             ray.wait(refs, num_returns=len(refs), timeout=LEAVE_S)
@@ -120,7 +120,7 @@ class Driver:
             scheduling_strategy=strategy,
         )
         place.actor, place.began, place.starts = kind.remote(), monotonic(), place.starts + 1
-        # An argument of a call, and not of the actor's making, which Ray keeps to make it again.
+        # The ticket is an argument of a call, not of the constructor, whose arguments Ray keeps for restarts.
         environment = {HOSTNAME: place.name, ORDER: str(place.number)}
         place.ref = place.actor.run.remote(self.ticket, environment, self.folder, WAIT_S)
 
@@ -134,7 +134,7 @@ class Driver:
         lived = monotonic() - place.began
         place.starts = 0 if lived > LIVED_S else place.starts
         place.again = monotonic() + AGAIN_S if status and place.starts < STARTS else inf
-        if status:  # else it has heard that the run is over
+        if status:  # 0: it got the run's goodbye
             say("ended", host=place.name, why=why)
 
     def _name(self, nodes: dict[int, str]) -> None:
@@ -149,7 +149,7 @@ class Driver:
         say("names", names=names)
 
     def _tell_state(self) -> None:
-        """What the group waits for, by each resource."""
+        """Report what the group waits for, by resource."""
         self._stated = monotonic()
         asked = [place.bundle for place in self.places]
         nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -170,8 +170,8 @@ class Driver:
 
 
 def bundles(nodes: Sequence[dict[str, Any]], count: int | None) -> list[Bundle]:
-    """A bundle for each of so many nodes, the largest first, with all that it has; for each of all of them if `count`
-    is None. Those beyond the nodes that there are ask for as much as the largest one has: they may be on their way."""
+    """A bundle of all resources of a node, for `count` nodes, the largest first; None: for all nodes. Bundles beyond
+    the present nodes ask for as much as the largest one has: such nodes may still come."""
     shapes = [{name: float(int(node["Resources"].get(name, 0))) for name in ("GPU", "CPU")} for node in nodes]
     shapes.sort(key=lambda shape: (shape["GPU"], shape["CPU"]), reverse=True)
     wanted = len(shapes) if count is None else count
@@ -191,27 +191,28 @@ def spelled(asked: Sequence[Bundle]) -> str:
 
 
 def first_reason(text: str) -> str:
-    """What of an error of Ray says why: it lists what it knows of an actor, or ends with what was raised there."""
+    """The reason in an error of Ray, which lists facts about an actor, or ends with the exception that it raised."""
     raised = re.findall(r"(?m)^\w[\w.]*(?:Error|Exception): .*$", text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join([*lines[:1], *raised[-1:]])[:600]
 
 
 def connect(where: str) -> str:
-    """Connect to the cluster; the address at which it reaches this machine. Raises AddressError, and what Ray does."""
+    """Connect to the cluster, and return the address at which it reaches this machine. Raises AddressError,
+    ConnectionError, and Ray's errors."""
     endpoint = ""
     if re.fullmatch(r"(ray://)?.+:\d+/?", where):
         endpoint = resolved_endpoint(where.removeprefix("ray://").rstrip("/"))
-        # Ray tries for half a minute or more, and does not say what was wrong.
+        # Ray would try for half a minute or more, and not say what was wrong.
         if why := why_unreachable(endpoint):
             raise ConnectionError(why)
-    # "auto": never a cluster of this process's own.
+    # "auto" connects to an existing cluster, and never starts one in this process.
     ray.init(address=where, log_to_driver=False, logging_level="ERROR")
     return own_address(endpoint) if where.startswith("ray://") else str(get_node_ip_address())
 
 
 def listen(lines: "SimpleQueue[bytes]") -> None:
-    """In a thread of its own: each line of stdin, and b"" at its end."""
+    """Put each line of stdin into the queue, and b"" at its end. Runs in its own thread."""
     for line in sys.stdin.buffer:
         lines.put(line)
     lines.put(b"")
@@ -229,7 +230,7 @@ def main() -> None:
         address = connect(where)
         driver = Driver(json.loads(asked)["agents"])
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        # A process that the cluster starts for a client of `ray://` has died, as some do (see `ray.CONNECTS`).
+        # ConnectionAbortedError: the process that the cluster starts for a `ray://` client has died (`ray.CONNECTS`).
         say("failed", text=str(error).strip(), again=isinstance(error, ConnectionAbortedError))
         return
     if not driver.places:

@@ -1,12 +1,12 @@
 """A run's agents as one job step of Slurm: within an allocation (sbatch, salloc), one agent on each of its nodes.
 
-`srun` is a child of the launcher. A node or an agent that is gone ends no other (`--no-kill`, `--kill-on-bad-exit=0`):
-what comes of it is the controller's to say. srun tells of it in a line of its standard error, which goes to
-`logs/srun.err` of the run folder with all that agents say, each line with its task's number.
+`srun` is a child of the launcher. The loss of a node or an agent does not end the others (`--no-kill`,
+`--kill-on-bad-exit=0`): the controller decides what follows. srun reports it in a line of its standard error, which
+goes to `logs/srun.err` of the run folder together with the output of agents, each line with its task's number.
 
-What Slurm sends, and to whom: SIGTERM goes to all tasks of a step at once, when a job is preempted or cancelled, so
-each agent tells the controller that it leaves, and lives on; the batch script hears it only at the end of the grace.
-srun, which hears it where a job is cancelled, hands it on and waits.
+Slurm's signals: when a job is preempted or cancelled, all tasks of a step get SIGTERM at once, so each agent tells the
+controller that it leaves, and lives on. The batch script gets it only at the end of the grace period. srun gets it if
+the job is cancelled, forwards it, and waits.
 """
 
 import os
@@ -28,7 +28,7 @@ from penstock.runtime.record.folder import make_folder, open_append
 ANSWER_S = 20.0
 # Seconds for agents to end after their goodbye, and for srun to end them.
 LEAVE_S, END_S = 5.0, 5.0
-# What a job's options say of its own tasks is not for this step, which has all of each node.
+# A job's options for its own tasks, as environment variables. They do not apply to this step, which uses whole nodes.
 OF_OTHER_TASKS = (
     "CPUS_PER_TASK", "CPUS_PER_GPU", "CPU_BIND", "CPU_BIND_LIST", "CPU_BIND_TYPE", "CPU_BIND_VERBOSE",
     "DISTRIBUTION", "EXACT", "EXCLUSIVE", "GPU_BIND", "GPUS", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "HINT",
@@ -36,15 +36,15 @@ OF_OTHER_TASKS = (
     "NTASKS", "NTASKS_PER_CORE", "NTASKS_PER_GPU", "NTASKS_PER_NODE", "NTASKS_PER_SOCKET", "NTASKS_PER_TRES",
     "OVERCOMMIT", "TASKS_PER_NODE", "THREADS_PER_CORE", "TRES_BIND", "TRES_PER_TASK", "WAIT",
 )  # fmt: skip
-# srun's lines of tasks that ended, and of nodes that did: "srun: error: n[1-2]: tasks 0-1: Exited with exit code 1".
+# srun's lines about ended tasks and failed nodes: "srun: error: n[1-2]: tasks 0-1: Exited with exit code 1".
 _TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? \[?(?P<numbers>[\d,-]+)\]?: (?P<why>.+)")
 _NODES = re.compile(r"srun: error: (?P<why>Node failure) on (?P<nodes>\S+)")
-# A line of a task, with its number.
+# A line of a task's output, with the task's number.
 _SAID = re.compile(r"\s*(\d+): (.*\S)")
 
 
 class SlurmError(AgentsError):
-    """Slurm's commands are missing, or have not done what they were asked for: says what they said."""
+    """Slurm's commands are missing, or have failed. The text has their output."""
 
 
 class SlurmAgents:
@@ -68,17 +68,17 @@ class SlurmAgents:
         others = {f"{prefix}_{name}" for prefix in ("SLURM", "SRUN") for name in OF_OTHER_TASKS}
         self._environment = {name: value for name, value in environment.items() if name not in others}
         self._srun: subprocess.Popen[bytes] | None = None
-        # What srun and its agents have said, read to where the file stands. Held open: the run folder may be moved.
+        # The output of srun and its agents, read up to the file's position. Kept open: the run folder may be moved.
         self._said: IO[bytes] | None = None
         self._over = False
-        self._waits = ""  # the last of what srun has said of itself
-        # Of each task the last line; the nodes whose ends have been told.
+        self._waits = ""  # srun's last message about itself
+        # The last line of each task; the nodes whose ends have been reported.
         self._last, self._told = dict[int, str](), set[str]()
 
     @property
     def address(self) -> str:
-        """The address of this machine from which a way leads to the allocation's nodes."""
-        # On a node of its own, a machine may know its name as one of loopback only.
+        """The address of this machine in the network of the allocation's nodes."""
+        # Ask for another node: a machine may resolve its own name only to a loopback address.
         others = [node for node in self._nodes if node != self._own] or self._nodes
         said = answer("scontrol", "show", "node", "--oneliner", others[0])
         found = re.search(r"\bNodeAddr=(\S+)", said)
@@ -99,8 +99,8 @@ class SlurmAgents:
         try:
             with os.fdopen(open_append(log), "ab") as said:
                 self._said = log.open("rb")
-                self._said.seek(0, os.SEEK_END)  # behind what the run's part before has left
-                # In a session of its own: Ctrl-C is for the launcher.
+                self._said.seek(0, os.SEEK_END)  # skip the output of the run's earlier parts
+                # In its own session: Ctrl-C is for the launcher.
                 self._srun = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -124,13 +124,13 @@ class SlurmAgents:
             elif told := _TASKS.search(last) or _NODES.search(last):
                 numbers = _numbers(told.groupdict().get("numbers", ""))
                 words = [f": {self._last[number]}" if number in self._last else "" for number in numbers]
-                # One task on each node, in the same order.
+                # Each node has one task, in the same order.
                 for node, why in zip_longest(_unfolded(told["nodes"]), words, fillvalue=""):
                     found += [(node, f"{told['why']}{why}")] if node not in self._told else []
             elif last.startswith("srun:"):
                 self._waits = last
         self._told |= {node for node, _ in found}
-        # Its status is that of the worst task, which has been told of.
+        # srun's status is that of the worst task: report it only if no task was reported.
         if self._over and self._srun.returncode and not self._told:
             found.append(("", f"srun, {describe_exit(self._srun)}: {last or 'it has said nothing'}"))
         return found
@@ -144,7 +144,7 @@ class SlurmAgents:
             self._said.close()
         if self._srun is None:
             return
-        # The agents have had their goodbye. One SIGTERM has srun end those that are left, with a SIGKILL in the end.
+        # The agents have got their goodbye. On SIGTERM srun ends those that are left, finally with SIGKILL.
         for seconds, end in ((LEAVE_S, self._srun.terminate), (END_S, self._srun.kill), (END_S, None)):
             until = monotonic() + seconds
             while self._srun.poll() is None and monotonic() < until:
@@ -163,7 +163,7 @@ def hostnames(nodes: str) -> list[str]:
 
 
 def _unfolded(nodes: str) -> list[str]:
-    """The same while a run goes on, where an answer that is missing ends nothing."""
+    """As `hostnames`, but return the list itself if Slurm does not answer: a run must not end for that."""
     try:
         return hostnames(nodes)
     except SlurmError:
@@ -171,13 +171,13 @@ def _unfolded(nodes: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[int]:
-    """Those of a list such as 0-2,5."""
+    """The numbers of a list such as 0-2,5."""
     bounds = (part.partition("-") for part in text.split(",") if part)
     return [number for low, _, high in bounds for number in range(int(low), int(high or low) + 1)]
 
 
 def answer(*words: str, seconds: float = ANSWER_S) -> str:
-    """What a command of Slurm's prints. Raises SlurmError."""
+    """The output of a Slurm command. Raises SlurmError."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=seconds)
     except FileNotFoundError:
@@ -192,7 +192,7 @@ def answer(*words: str, seconds: float = ANSWER_S) -> str:
 
 
 def whole_lines(file: IO[bytes]) -> bytes:
-    """What a file that grows has from where it stands, up to its last whole line, behind which it stands then."""
+    """Read a growing file from its position to its last complete line, and leave the position after that line."""
     begin = file.tell()
     lines, newline, _ = file.read().rpartition(b"\n")
     file.seek(begin + len(lines) + len(newline))

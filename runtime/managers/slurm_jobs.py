@@ -2,15 +2,16 @@
 
 The script runs `penstock run … --on slurm --resume auto` on the first node of the job, and
 
-- hands on to it what Slurm sends the script alone: SIGUSR1 some seconds before the time limit (`--signal=B:`), SIGTERM;
+- forwards the signals that Slurm sends only to the script: SIGUSR1 some seconds before the time limit (`--signal=B:`),
+  and SIGTERM;
 - requeues the job if the run ends with 75 (it was stopped for Slurm: start me again), or has lost a host or a process,
-  which another start may mend; a start that comes to no new checkpoint is the last one once there have been many. A job
+  which another start may mend. After `MOST_RESTARTS` restarts, a start that makes no new checkpoint is the last. A job
   that its user cancels is not requeued, since it is not in the state RUNNING any more;
-- excludes the node of which something was lost from the job's next starts (`ExcNodeList`, which Slurm lets a job's
-  owner change while the job is pending), if Slurm says (`sbatch --test-only`) that the job can do without it. A job
-  that cannot would be held for ever.
+- excludes the node that lost something from the job's next starts, if Slurm says (`sbatch --test-only`) that the job
+  can do without it: otherwise it would be held forever. This sets `ExcNodeList`, which a job's owner may change while
+  the job is pending.
 
-An array has a task for each seed: a run in a folder of its own, whose name is the seed.
+An array has a task for each seed: a run in its own folder, whose name is the seed.
 """
 
 import re
@@ -28,25 +29,25 @@ from penstock.runtime.control.signals import PREEMPTED
 from penstock.runtime.managers.slurm import SlurmError, answer, whole_lines
 from penstock.runtime.record.folder import JOB, write_atomic
 
-# The script, and what the job says, in the run folder.
+# The script, and the job's output, in the run folder.
 SCRIPT, OUTPUT = JOB
-# Seconds that a run needs beyond its grace, from Slurm's signal to its end.
+# Seconds that a run needs beyond its grace period, from Slurm's signal to its end.
 AFTER_S = 20
-# Starts after which one that comes to no new checkpoint is the last: the time limit may be shorter than a start takes.
+# After so many restarts, a start without a new checkpoint is the last: the time limit may be shorter than a start.
 MOST_RESTARTS = 20
-# Seconds between two looks at a job, for an answer of Slurm, and without one until it is followed no longer.
+# Seconds between two looks at a job; for an answer of Slurm; without an answer until `follow` gives up.
 LOOK_S, ANSWER_S, DEAF_S = 2.0, 60.0, 600.0
 # States of a job that has ended.
 WELL = "COMPLETED"
 ENDED = {WELL, "BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
-# Options of sbatch that are the script's own, or that are for something else than a job that is followed.
+# Options of sbatch that the script sets itself, or that do not fit a job that is followed.
 _OWNED = re.compile(r"--(output|error|open-mode|wrap|parsable|test-only|wait)(=|$)|-[oeQW]")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a run asks of Slurm. `words` are those of `penstock` that the job's command has, without --out and --seed;
-    `options` are those of sbatch, as the user gives them; `grace` is in seconds. Raises ValueError."""
+    """What a run asks of Slurm. `words` are the arguments of `penstock` in the job's command, without --out and --seed;
+    `options` are the user's options of sbatch; `grace` is in seconds. Raises ValueError."""
 
     name: str
     words: tuple[str, ...]
@@ -75,7 +76,7 @@ class Job:
         return self.folder / SCRIPT
 
     def outputs(self, tasks: Sequence[str] = ("",)) -> dict[str, Path]:
-        """Where the job's output is, for each of its `tasks`."""
+        """The file of the job's output, for each of its `tasks`."""
         return {task: self.folder / (f"{task}.out" if task else OUTPUT) for task in tasks}
 
     def _has(self, name: str, letter: str) -> bool:
@@ -160,7 +161,7 @@ exit $status
 
 
 def _lines(options: Sequence[str]) -> list[str]:
-    """Each option with its value in a line, quoted as sbatch reads it."""
+    """Lines with one option and its value each, quoted as sbatch reads them."""
     lines: list[list[str]] = []
     for option in options:
         if option.startswith("-") or not lines:
@@ -170,8 +171,8 @@ def _lines(options: Sequence[str]) -> list[str]:
 
 
 def submit(job: Job) -> str:
-    """Write the script and hand it to sbatch; the number of the job. Raises SlurmError, and then a new folder is gone
-    again; OSError or RecordError for a folder that cannot be written to."""
+    """Write the script, submit it, and return the number of the job. Raises SlurmError, after removing a new folder;
+    OSError or RecordError for a folder that cannot be written."""
     answer("sbatch", "--version", seconds=ANSWER_S)  # before there is a folder
     new = not job.folder.exists()
     job.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -186,11 +187,11 @@ def submit(job: Job) -> str:
 
 
 def follow(job: Job, number: str, tell: Callable[[str], None], show: Callable[[str], None]) -> bool:
-    """`tell` the states of a job and `show` what it says, until it has ended: whether it is done well. Raises
-    SlurmError if Slurm does not answer for long; the job goes on."""
+    """`tell` the states of a job and `show` its output until it has ended. Return whether it was successful. Raises
+    SlurmError if Slurm does not answer for `DEAF_S`; the job goes on."""
     shown: dict[Path, int] = {}
     states, over, until = dict[str, str](), 0, monotonic() + DEAF_S
-    # What an earlier job has said is not shown again.
+    # Do not show the output of earlier jobs again.
     for path in job.outputs().values():
         shown[path] = path.stat().st_size if path.exists() else 0
     while True:
@@ -205,9 +206,9 @@ def follow(job: Job, number: str, tell: Callable[[str], None], show: Callable[[s
         for task, state in now.items():
             if state != states.get(task):
                 tell(f"job {task} is {state}")
-        # slurmctld forgets what has ended some minutes ago (MinJobAge), such as the first tasks of an array.
+        # slurmctld forgets jobs some minutes after their end (MinJobAge), such as the first tasks of an array.
         states = {task: state for task, state in (states | now).items() if task in now or state.split()[0] in ENDED}
-        # An array's tasks say much at once: their outputs are files.
+        # The tasks of an array write too much at once to show: it stays in their files.
         for path in () if job.array else job.outputs().values():
             with suppress(FileNotFoundError), path.open("rb") as output:
                 output.seek(shown[path])
@@ -215,7 +216,7 @@ def follow(job: Job, number: str, tell: Callable[[str], None], show: Callable[[s
                 shown[path] = output.tell()
                 if lines:
                     show(lines.decode(errors="replace"))
-        # A job that is requeued may look ended for a moment.
+        # A requeued job may look ended for a moment.
         over = over + 1 if all(state.split()[0] in ENDED for state in states.values()) else 0
         if over > 1:
             return all(state.split()[0] == WELL for state in states.values())
@@ -223,13 +224,13 @@ def follow(job: Job, number: str, tell: Callable[[str], None], show: Callable[[s
 
 
 def hints(job: Job, number: str) -> str:
-    """How to look at a job, and how to end it."""
+    """Commands to look at a job, and to end it."""
     output = job.folder / ("*.out" if job.array else OUTPUT)
     return f"squeue -j {number} (its state), tail -f {output} (what it says), scancel {number} (end it)"
 
 
 def _states(number: str) -> dict[str, str]:
-    """The state of a job, or of each task of an array, in words."""
+    """The state of a job, or of each task of an array, as text."""
     found = {}
     for line in answer("scontrol", "show", "job", "--oneliner", number, seconds=ANSWER_S).splitlines():
         facts = dict(word.split("=", 1) for word in line.split() if "=" in word)
