@@ -12,10 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from penstock.graph import Context, Metrics, Rollouts, Weights
 from penstock.nodes.generate import make_engine
 from penstock.nodes.generate.engine import Engine
+from penstock.nodes.model.decoder import attend_causal
 from penstock.nodes.model.eight_bit import Narrow
 from penstock.nodes.model.elementwise import ACTIVATIONS
 from penstock.nodes.model.kernels import Linear
@@ -101,6 +105,45 @@ def test_a_row_of_attention_has_the_same_bits_beside_others_and_in_another_row(d
         alone_R[row] = positions_R[row]
         alone = attend(q_RHK, k_RGK, v_RGK, keys_SGCK.clone(), values_SGCK.clone(), slots_R, alone_R, 0)
         assert torch.equal(alone[row], together[row])
+
+
+class Asked(TorchFunctionMode):
+    """Notes how many heads queries and keys have of which torch is asked to attend."""
+
+    heads = (0, 0)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.heads = args[0].shape[1], args[1].shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+# Of 4 heads for queries and 2 for keys: those for keys that a GPU's kernel is given.
+GROUPED = pytest.mark.parametrize(
+    ("dtype", "window", "heads"), [(torch.bfloat16, 0, 2), (torch.bfloat16, 16, 4), (torch.float32, 0, 4)]
+)
+
+
+@GROUPED
+def test_a_gpus_kernels_that_know_no_groups_get_a_key_for_each_query(
+    dtype: torch.dtype, window: int, heads: int
+) -> None:
+    with FakeTensorMode(), Asked() as asked:
+        q_BSHK, k_BSGK = (torch.empty(2, 64, each, 32, dtype=dtype, device="cuda:0") for each in (4, 2))
+        assert attend_causal(0, q_BSHK, k_BSGK, k_BSGK, window).shape == q_BSHK.shape
+    assert asked.heads == (4, heads)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@GROUPED
+def test_no_attention_of_a_trainer_keeps_the_scores_of_all_pairs(dtype: torch.dtype, window: int, heads: int) -> None:
+    q_BSHK, k_BSGK, v_BSGK = (random(2, 64, each, 32, seed=each, dtype=dtype) for each in (4, 2, 2))
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+        out_BSHK = attend_causal(0, q_BSHK, k_BSGK, v_BSGK, window)
+    given = (x.double().transpose(1, 2).repeat_interleave(4 // x.shape[2], 1) for x in (q_BSHK, k_BSGK, v_BSGK))
+    q_BHSK, k_BHSK, v_BHSK = given
+    seen_SS = torch.ones(64, 64, dtype=torch.bool, device=DEVICE).tril().triu(1 - window if window else -64)
+    near(out_BSHK, F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK, seen_SS).transpose(1, 2), 5)
 
 
 @KERNELS
