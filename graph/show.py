@@ -115,8 +115,11 @@ def text(graph: Graph) -> str:
     head = f"def {graph.name}({', '.join([*arguments, '*', *options] if options else arguments)}):"
     lines = textwrap.wrap(head, WIDTH, subsequent_indent=" " * (len(graph.name) + 5), break_long_words=False)
     if graph.doc:
-        summary = graph.doc.splitlines()[0]
-        lines.append(f'    """{summary}"""')
+        quoted, indent = f'"""{graph.doc.splitlines()[0]}"""', " " * 4
+        lines += textwrap.wrap(
+            quoted, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False,
+            break_on_hyphens=False,
+        )  # fmt: skip
     # If the last call alone makes the result, it is written into the return statement.
     inline, results = None, dict(graph.results)
     if len(results) == 1 and graph.nodes and graph.arguments[0].name in results:

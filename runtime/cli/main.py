@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from penstock import __version__
 from penstock.runtime.cli.tracing import CommandError, faults_text, trace_program, usage_errors
@@ -160,8 +160,15 @@ def _answer(words: Sequence[str]) -> int:
         # A ValueError of Python or of a library is a bug of ours, and needs its traceback.
         if type(error).__module__.partition(".")[0] != "penstock":
             raise
-        print(visible(f"penstock {verb}: {error}"), file=sys.stderr)
+        print(_shown(f"penstock {verb}: {error}", sys.stderr), file=sys.stderr)
         return getattr(error, "status", 1)
+
+
+def _shown(text: str, stream: TextIO) -> str:
+    """The text as a terminal shows it whole, and as it is where a program reads it. A traceback keeps its lines."""
+    from penstock.runtime.cli.flags import fitting
+
+    return visible(fitting(text) if stream.isatty() and "Traceback (" not in text else text)
 
 
 def show(argv: Sequence[str]) -> int:
@@ -243,7 +250,7 @@ def _check(argv: Sequence[str]) -> int:
     if flags.json:
         print(json.dumps({"program": traced.path, "ok": not faults, "faults": list(map(asdict, faults))}))
     elif faults:
-        print(visible(faults_text(faults)))
+        print(_shown(faults_text(faults), sys.stdout))
     else:
         graph = traced.sound()
         beside = f", evaluation {traced.evaluation.name}" if traced.evaluation is not None else ""
@@ -251,7 +258,8 @@ def _check(argv: Sequence[str]) -> int:
         beside += f", as {flags.plan} says" if planned else ""
         count = f"{flags.first_generators} to {flags.generators}" if flags.first_generators else f"{flags.generators}"
         beside += f"; {count} generator{'s' * (flags.generators > 1)}, and replicas may come and go" if elastic else ""
-        print(visible(f"{traced.name}: no faults in {len(graph.nodes)} nodes on pools {pools}{beside}"))
+        told = f"{traced.name}: no faults in {len(graph.nodes)} nodes on pools {pools}{beside}"
+        print(_shown(told, sys.stdout))
     return 1 if faults else 0
 
 

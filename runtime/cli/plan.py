@@ -221,12 +221,14 @@ def _pool(pool: PoolPlan, width: int) -> list[str]:
     how += ["weights sharded"] if pool.zero3 else []
     how += [f"sequences over {pool.cp} ranks (cp)"] if pool.cp else []
     how += [pool.shares] if pool.shares else []
-    parts = sorted(((n, size) for n, size in pool.memory.parts.items() if size), key=lambda part: -part[1])
-    held = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
     hosts = f"{pool.hosts[0]} to {pool.hosts[-1]}" if len(pool.hosts) > 1 else pool.hosts[0]
     return [
         *labelled(pool.name, "; ".join(how), width),
-        *labelled("", f"memory {pool.memory.bytes / 1e9:.1f} of {pool.memory_available / 1e9:.1f} GB: {held}", width),
+        *labelled(
+            "",
+            f"memory {pool.memory.bytes / 1e9:.1f} of {pool.memory_available / 1e9:.1f} GB: {pool.memory.largest}",
+            width,
+        ),
         *labelled("", f"{work or 'reads responses'}, on {hosts}", width),
     ]
 

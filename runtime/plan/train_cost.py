@@ -375,8 +375,13 @@ class Memory:
         return Memory({**added(self.parts, other.parts), "reserved": RESERVED})
 
     def __str__(self) -> str:
+        return f"{self.bytes / 1e9:.1f} GB: {self.largest}"
+
+    @property
+    def largest(self) -> str:
+        """The parts in GB, the largest first; those that would be printed as 0.0 are left out."""
         parts = sorted(self.parts.items(), key=lambda part: -part[1])
-        return f"{self.bytes / 1e9:.1f} GB: " + ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts if size)
+        return ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts if size >= 0.05e9)
 
 
 def trainer_memory(trainer: Trainer, copies: int = 0) -> Memory:

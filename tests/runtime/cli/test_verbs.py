@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from pkgutil import iter_modules
 from xml.etree import ElementTree
@@ -60,6 +61,25 @@ def test_help_is_wrapped_between_words_and_an_example_never(
     assert all(len(line) <= 60 for line in narrow.splitlines())
     assert narrow.split() == wide.split()
     assert examples.partition("\n\n")[0] == same.partition("\n\n")[0]
+
+
+@pytest.mark.usefixtures("here")
+def test_an_error_is_wrapped_for_a_terminal_and_for_a_program_it_is_not(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    shown = []
+    for terminal in (True, False):
+        for stream in (sys.stdout, sys.stderr):
+            monkeypatch.setattr(stream, "isatty", lambda terminal=terminal: terminal)
+        for words in (["check", "toy", "--lag", "-1"], ["check", "toy", "--mesh", "trainer=2"]):
+            with pytest.raises(SystemExit):
+                main(words)
+        captured = capsys.readouterr()
+        shown.append(captured.out + captured.err)
+    wrapped, whole = shown
+    assert wrapped.split() == whole.split()
+    assert max(map(len, wrapped.splitlines())) <= 60 < max(map(len, whole.splitlines()))
 
 
 def test_no_verb_shows_them_all(say: Say, capsys: Output) -> None:
