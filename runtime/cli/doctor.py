@@ -47,8 +47,8 @@ class DoctorFlags(OutputFlags):
 
     Exit status 1 if something is lacking that a run needs.
 
-    With --measure: how fast its GPUs, memory and links are; plans take what it finds of GPUs. That takes less than a
-    minute; let nothing else run.
+    With --measure: measure the speed of its GPUs, memory and links; plans use the results for GPUs. This takes less
+    than a minute. Run nothing else meanwhile.
 
     Examples:
       penstock doctor

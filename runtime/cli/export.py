@@ -30,12 +30,12 @@ CHILD, MERGE = "penstock.runtime.tensor.dcp", "penstock.nodes.model.merge"
 @dataclass(frozen=True)
 class ExportFlags(OutputFlags, FolderFlags):
     """Write a carried value of a run's checkpoint for programs that read torch.distributed.checkpoint: float32 weights
-    and the optimizer's moments, whole, whatever mesh wrote them.
+    and the optimizer's moments, unsharded, whatever mesh wrote them.
 
-    The directory of Hugging Face needs no export: it is in each checkpoint (checkpoints/NUMBER/policy). The format dcp
-    is torch's own, which pickles: Penstock writes it here, and never reads it. dcp-safetensors has no pickle; it is for
-    HuggingFaceStorageReader. merged is for policies with adapters, of which checkpoints have peft's directory: that of
-    Hugging Face, with the adapters added to the base's weights.
+    The format of Hugging Face needs no export: it is in each checkpoint (checkpoints/NUMBER/policy). dcp is torch's own
+    format, which pickles: Penstock writes it here, and never reads it. dcp-safetensors has no pickle; it is for
+    HuggingFaceStorageReader. merged is for policies with adapters, for which checkpoints have peft's format: it is the
+    format of Hugging Face, with the adapters added to the base's weights.
 
     Example:
       penstock export runs/aipo-20250304-050607 --to dcp --out /data/step-150"""

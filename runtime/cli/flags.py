@@ -338,7 +338,7 @@ class ShowFlags(ProgramFlags):
 class CheckFlags(RunFlags):
     """Flags of check, which are those of a run"""
 
-    # One that is no number of groups is a fault like others.
+    # A plain int: `check` reports an invalid number of groups among the faults.
     batch: int = RunOptions.batch
     """Fresh prompt groups per update."""
 

@@ -175,7 +175,7 @@ def text(found: Planned, cluster: str) -> str:
 
 
 def _in_use(found: Planned) -> str:
-    """How many GPUs the plan takes, and why it leaves others."""
+    """How many GPUs the plan uses, and why it does not use the others."""
     used = found.best.split.gpus
     said, given = f"{used} of {found.gpus} in use", f" with {found.pins.flags} as given" if found.pins.flags else ""
     known = "is" if found.optimal else "was found that is"

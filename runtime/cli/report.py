@@ -21,10 +21,10 @@ from penstock.runtime.schedule.replay import replay as replay_stages
 
 @dataclass(frozen=True)
 class ReportFlags(OutputFlags, FolderFlags):
-    """Draw a run: its graph and what bounds it, its schedule over the predicted one, where each rank's time
-    went, how stale the samples were, what it learnt, and what another lag or more generators would gain.
+    """Draw a run as a page: its graph and what bounds it, its schedule and the predicted one, the time of each
+    rank by cause, the staleness of samples, learning curves, and the gain by another lag or more generators.
 
-    The page is one HTML file that loads nothing. A folder that is incomplete is drawn as far as it goes.
+    The page is one HTML file that loads nothing. An incomplete folder is drawn as far as possible.
 
     Examples:
       penstock report runs/aipo-20250304-050607
@@ -49,11 +49,11 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class ReplayFlags(OutputFlags, FolderFlags):
-    """Check a run's record: feed its events to the scheduler again and compare every decision.
+    """Check a run's event log: feed its events to the scheduler again and compare every decision.
 
-    The event log is a chain of hashes: one that was edited or reordered is refused, with the record's number; so is one
-    that was cut, where the run lived to count its records in summary.json. After a crash the log may just end: that is
-    said.
+    The event log is a chain of hashes. An edited or reordered log is refused, with the record's number. A log that was
+    cut is refused, too, if the run counted its records in summary.json. After a crash a log may end anywhere; this is
+    reported.
 
     Example:
       penstock replay runs/aipo-20250304-050607"""

@@ -96,12 +96,12 @@ def resume(argv: Sequence[str]) -> int:
 
 
 def _unchanged(argv: Sequence[str]) -> dict[str, str]:
-    """What to say of the options of the run that `argv` names, the program's own among them; nothing of no run."""
+    """A text for each option of the run that `argv` names, including its program's; empty if it names no run."""
     folder = next((word for word in argv if not word.startswith("-") and (Path(word) / "config.json").is_file()), "")
     try:
         config = RunConfig.load(RunFolder.open(folder)) if folder else None
     except ValueError:
-        return {}  # what is wrong with the folder is told once the flags are read
+        return {}  # errors of the folder are reported once the flags are parsed
     options = {**vars(config.flags), **dict(config.graph.options)} if config is not None else {}
     return {name: f", which is {as_typed(value)} in this run" for name, value in options.items()}
 

@@ -53,11 +53,10 @@ PATIENCE = 10_000
 
 @dataclass(frozen=True)
 class RecordedFlags(DrawingFlags):
-    """What another lag, or another number of generators, would have made of a run: the same scheduler on a
-    virtual clock, with the durations that the run's firings had.
+    """Simulate a past run with another lag or another number of generators: the same scheduler on a virtual
+    clock, with the durations that the run's firings had.
 
-    What the program's other options would change (lengths, batches, models) the run cannot tell: for these, run it
-    again.
+    The run does not show the effect of the program's other options (lengths, batches, models): for these, run it again.
 
     Examples:
       penstock simulate --from runs/aipo-20250304-050607 --lag 2
@@ -67,11 +66,11 @@ class RecordedFlags(DrawingFlags):
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="RUN", help_behavior_hint="(required)")] = ""
     """The folder of a finished or interrupted run, whose durations are taken."""
     lag: Annotated[Count | None, Shown("INT", "the run's")] = None
-    """Updates that weights may be old, of the broadcasts that have the largest lag."""
+    """Largest age of weights in updates, for the broadcasts that have the largest lag."""
     generators: Annotated[Positive | None, Shown("INT", "the run's")] = None
     """Replicas of the generator."""
     slots: Annotated[Positive | None, Shown("INT", "the run's")] = None
-    """Responses that a generator has room for at once."""
+    """Most responses that a generator decodes at the same time."""
     versions: Annotated[Literal["free", "pinned"] | None, tyro.conf.arg(help_behavior_hint="(default: the run's)")] = (
         None
     )

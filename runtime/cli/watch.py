@@ -44,10 +44,10 @@ Port = Annotated[int, Meta(ge=0, le=(1 << 16) - 1)]
 
 @dataclass(frozen=True)
 class WatchFlags(FolderFlags):
-    """Look at a run while it goes on, from its folder alone: the run does not notice.
+    """Watch a live run. Only its folder is read: the run is not affected.
 
-    The report's page renews itself, on 127.0.0.1 only; the address has a token, which is another one each time.
-    With --tui, in the terminal. A finished run can be looked at as well.
+    Shows the report as a page that updates itself, on 127.0.0.1 only. Its address has a token, a new one each time.
+    With --tui, shows the run in the terminal. A finished run can be shown as well.
 
     Examples:
       penstock watch runs/aipo-20250304-050607

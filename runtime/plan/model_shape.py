@@ -379,8 +379,8 @@ Size = Annotated[int, Field(ge=1)]
 @dataclass(frozen=True)
 class Parallel:
     """Copies of the model (`dp`), shards of each tensor (`fsdp`), parts of each layer (`tp`), pipeline stages (`pp`).
-    `ep` neighbours among the `fsdp` ranks divide the experts, and the remaining factor `fsdp / ep` shards them; `ep`
-    divides `fsdp`."""
+    `ep` neighbours among the `fsdp` ranks divide the experts among them, and `fsdp / ep` ranks shard each part; `ep`
+    must divide `fsdp`."""
 
     dp: Size = 1
     fsdp: Size = 1

@@ -308,7 +308,7 @@ def read_facts(path: Path) -> dict[str, Any]:
         with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
             header = parse_json(file.read(min(length, _LONGEST)), "header")
-        # As ranks read them: numbers of carried values may be infinite.
+        # Parsed as ranks do: numbers of carried values may be infinite.
         facts: dict[str, Any] = json.loads(header["__metadata__"]["facts"])
         require_shape(facts, dict[str, Any], "facts")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:

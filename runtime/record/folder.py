@@ -158,7 +158,7 @@ class RunFolder:
             raise RecordError(f"{folder.path}: holds no run (there is no config.json); needed the folder of a run")
         return folder
 
-    # Where things are --------------------------------------------------------------------------------------
+    # Paths -------------------------------------------------------------------------------------------------
 
     config = _Inside("config.json")
     events = _Inside("events.log")
@@ -168,7 +168,7 @@ class RunFolder:
     checkpoints = _Inside("checkpoints")
     logs = _Inside("logs")
 
-    # One at a time -----------------------------------------------------------------------------------------
+    # The lock ----------------------------------------------------------------------------------------------
 
     def lock(self) -> None:
         """Take the folder's lock until `unlock` or the death of this process. Raises RecordError if another process
@@ -234,7 +234,7 @@ class RunFolder:
                 return f"every user may change {place}"
         return ""
 
-    # Still there? ------------------------------------------------------------------------------------------
+    # A folder that is moved --------------------------------------------------------------------------------
 
     def hold(self) -> None:
         """Keep a descriptor of this folder, so that it can be found if it is moved. Raises RecordError if it cannot be

@@ -88,7 +88,7 @@ _IN_URL = re.compile(
 )
 # Shorter values of the environment are ordinary words, which may occur in any text.
 _SECRET_LENGTH = 8
-SECRET = "***"  # stands in their place
+SECRET = "***"  # replaces a secret
 
 
 def secret_values() -> tuple[str, ...]:

@@ -87,7 +87,7 @@ class ChannelState:
         """Replicas on which a newer version than the live one is staged, in the plan's order."""
         return sorted(self._full, key=self._order.__getitem__) if self._full else []
 
-    # What happens to it --------------------------------------------------------------------------------------
+    # Changes ---------------------------------------------------------------------------------------------------
 
     def publish(self, version: int) -> None:
         """Note that the snapshot is made."""
