@@ -62,11 +62,20 @@ BLOCK = 128
 STEP = 2048
 # Tokens of a version that are compared with the trainer's: a single one may be far off by rounding.
 COMPARED = 128
+# The share of a GPU's free memory that is surely still free a moment later.
+FREE = 0.9
 
 
 def _device(otherwise: int) -> int:
     """The number of the rank's device; by default vLLM's executors count from the first device."""
     return torch.cuda.current_device() if torch.cuda.is_available() else otherwise
+
+
+def _free_share(device: str) -> float:
+    """What of a GPU's memory vLLM may use. It refuses to start where less than that is free, though the size of its
+    cache is given: and others have some of the GPU, as has the model that it is compared with."""
+    free, total = torch.cuda.mem_get_info(device)
+    return FREE * free / total
 
 
 class LoneExecutor(UniProcExecutor):  # type: ignore[misc]
@@ -143,6 +152,7 @@ class VllmModel:
                 enforce_eager=on_cpu,
                 disable_log_stats=True,
                 tensor_parallel_size=ranks.count,
+                **({} if on_cpu else {"gpu_memory_utilization": _free_share(context.device)}),
                 # Each rank has an engine, which gets the same requests in the same order.
                 distributed_executor_backend="external_launcher" if ranks.count > 1 else "uni",
             )
