@@ -21,7 +21,8 @@ def main() -> None:
         page = browser.new_page(viewport={"width": WIDTH, "height": 3000}, color_scheme="light")
         page.goto(report.as_uri())
         first, last = (page.locator(part).bounding_box() for part in ("#schedule", "#idle"))
-        assert first and last, f"{report} has no schedule"
+        assert first is not None, f"{report} has no schedule"
+        assert last is not None
         top, end = first["y"] - 2, last["y"] + last["height"] + 12
         page.screenshot(path=PICTURE, clip={"x": 0, "y": top, "width": WIDTH, "height": end - top})
         browser.close()
