@@ -67,8 +67,8 @@ def be_deterministic() -> None:
 
 
 class GpuLostError(BaseException):
-    """A rank has lost its GPU. It ends its process without more ado, as one that has died: a new one may have the GPU.
-    No `Exception`, which would fail a firing alone."""
+    """A rank has lost its GPU. It ends its process at once, like one that has died: a new process can use the GPU. Not
+    an `Exception`, which would only fail a firing."""
 
 
 class Offloading:
@@ -292,7 +292,7 @@ class Executor:
             if isinstance(held.definition, Filter) and not isinstance(result, Dropped):
                 result = tuple(self._inputs(held, command).values())  # anew: the predicate may have changed its own
         except RAISED as error:
-            # A gradient that is NaN says nothing of what made it so.
+            # The error of a NaN gradient does not name its cause.
             for cause in _not_finite(held.node, inputs) if begun and isinstance(error, FloatingPointError) else ():
                 error.add_note(cause)
             return [self._failure(firing, began, error, begun=begun)]
@@ -411,7 +411,7 @@ class Executor:
         return chosen and self.setup.rank == 0 and made and not node.name.startswith(EVALUATION)
 
     def _require_gpu(self, error: BaseException) -> None:
-        """Raises GpuLostError if, after an error, nothing else could end well in this process."""
+        """Raise GpuLostError if this process cannot use its GPU any more after an error."""
         if is_lost(self._device):
             given = first_line(error)
             raise GpuLostError(f"{self._device} cannot be used by this process any more: {given}") from error
@@ -447,8 +447,8 @@ def _require_rows(node: str, inputs: Mapping[str, Any], outputs: Mapping[str, An
 
 
 def _not_finite(node: Node, inputs: Mapping[str, Any]) -> Iterator[str]:
-    """Of each input of an update with an advantage that is not finite, for a response or token that a policy sampled:
-    the node that made it, the first such row and its group."""
+    """For each input of an update with an advantage that is not finite, of a sampled response or token: a text with the
+    node that made it, the first such row and its group."""
     rollouts = next((value for value in inputs.values() if isinstance(value, Rollouts)), None)
     for made in node.inputs:
         value = inputs.get(made.name)

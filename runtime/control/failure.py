@@ -31,9 +31,9 @@ class FailureCode(StrEnum):
     RUN_FOLDER = "run-folder"  # the run folder is gone, or cannot be written
     CONTROLLER = "controller"  # the process that drives the run raised or was ended
     AGENT_DIED = "agent-died"  # and with it all ranks of its host
-    RANK_DIED = "rank-died"  # by a signal, or without having said why
-    CHECKPOINT = "checkpoint"  # a rank cannot read its part of the checkpoint that the run goes on from
-    RANK_RAISED = "rank-raised"  # a rank says why it cannot start or go on
+    RANK_DIED = "rank-died"  # by a signal, or without a reason
+    CHECKPOINT = "checkpoint"  # a rank cannot read its shard of the checkpoint to resume from
+    RANK_RAISED = "rank-raised"  # a rank reports why it cannot start or go on
     RANK_ENDED = "rank-ended"  # a rank has ended, and the message with its reason has not come yet
     NODE = "node"  # a node failed for good, or groups were dropped or failed beyond the bounds
     NOT_READY = "not-ready"  # agents or ranks were not there within the startup deadline

@@ -37,7 +37,7 @@ MAX_BYTES = 4 << 20
 AROUND = 32 << 10
 # A time on some machine's clock. A peer's infinity or NaN would spoil the run's metrics.
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
-# Over how many things a metric is a mean.
+# The number of items over which a metric is a mean.
 Weight = Annotated[float, Meta(gt=0, le=1e18)]
 
 

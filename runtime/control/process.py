@@ -226,7 +226,7 @@ def serve_forks(main: Callable[[], None], preload: Sequence[str] = (), asks: int
     rank, environment beside this process's, file of its stdout, file of its stderr] fork a process that calls `main`;
     an order [name] alone kills that rank. Tell the agent [name, pid, status] when a rank has ended. When the agent
     closes its side, or is gone, kill the remaining ranks, report them, and remove the shared-memory segments of dead
-    processes on this host.
+    runs on this host.
     """
     die_with_parent()
     gc.disable()  # imported objects stay: collections would take a tenth of the time of the imports

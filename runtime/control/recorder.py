@@ -171,7 +171,7 @@ class RunRecorder:
         # Replicas that were lost or joined, in earlier lives, too.
         self.replicas: list[dict[str, Any]] = [*(cut.figures.get("replicas", ()) if cut else ())]
 
-    # What the session tells -------------------------------------------------------------------------------
+    # Called by the session --------------------------------------------------------------------------------
 
     def open_stage(self, origin: SegmentOrigin, now: float) -> None:
         self.log.stage({**origin.to_json(), "accuracy": self.accuracy})

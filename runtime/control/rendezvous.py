@@ -55,7 +55,7 @@ class Board:
         # By the first missing key of each question: asker, question, place of that key, cost. Keys before it are there.
         self._waiting: defaultdict[str, list[tuple[str, Look, int, int]]] = defaultdict(list)
         self._kept: Counter[str] = Counter()
-        self._total = 0  # of what is kept
+        self._total = 0  # the sum of `_kept`
         self._answered: Counter[str] = Counter()
 
     def hear(self, peer: str, question: Question) -> list[tuple[str, BoardValues]]:

@@ -67,8 +67,8 @@ def fence(device: torch.device) -> Fence:
 
 
 def is_lost(device: torch.device) -> bool:
-    """Has a kernel, or the card, failed so that the driver answers this process with that fault from now on, whatever
-    it asks for? Others may use the GPU, and a new process can."""
+    """True if a kernel or the GPU has failed, so that every further driver call of this process fails. Other processes,
+    and new ones, may still use the GPU."""
     if device.type == "cpu":
         return False
     try:
