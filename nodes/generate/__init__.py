@@ -233,9 +233,10 @@ class Replier(Engine):
             for row in (row for row, now in enumerate(answered) if now):
                 rewards_N[row] = float(self.reward(texts[row]))
         replies = Replies(texts, (self.role,) * len(texts), torch.tensor(done), rewards_N)
-        figures: Metrics = {"answered": Mean.of(answered)}
+        sampled = group.metrics()
+        figures: Metrics = {"answered": Mean.of(answered), "generated_tokens": sampled["generated_tokens"]}
         if any(answered):
-            figures["reply_length"] = group.metrics()["response_length"]
+            figures["reply_length"] = sampled["response_length"]
         return replies, figures
 
 
@@ -271,7 +272,7 @@ def reply(
     A row is done if `over(reply)` is true, if the reply is empty, or if the conversation does not fit the context;
     without `over` the bound on turns ends it. `reward(reply)`, of the newest reply, is the reward of the conversation
     so far, and 0 for a row that was never answered; without `reward` there is none. Metrics: `reply_length` (tokens),
-    `answered` (share of rows that got a reply in this turn).
+    `answered` (share of rows that got a reply in this turn), `generated_tokens`.
     """
     made = (replier.ask, replier.over, replier.reward, replier.role)
     if made != (ask, over, reward, role):

@@ -357,6 +357,12 @@ def test_a_turn_is_answered_in_view_of_all_before() -> None:
     assert replies.texts == generated("p0|12|0yes13", "p1|?|1no!")
 
 
+def test_tokens_of_replies_are_tokens_that_were_generated() -> None:
+    replier = make_replier(CONTEXT, ask=asked, temperature=0.0)
+    _, _, metrics = reply.fn(replier, rollouts(["12"], ["?"]), reply_weights(), ask=asked, temperature=0.0)
+    assert metrics["generated_tokens"] == metrics["reply_length"] * 2 > 0
+
+
 def test_rows_that_are_over_or_did_not_go_on_keep_their_reply_and_their_reward() -> None:
     earlier = Replies(
         ("no", "yes", "yes"), ("user",) * 3, torch.tensor([False, True, False]), torch.tensor([1.0, 2, 3])
