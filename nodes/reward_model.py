@@ -107,7 +107,8 @@ def ends(rollouts: Rollouts) -> Rollouts:
     `packed_values` of them are the sequences' scores, as `LlamaForSequenceClassification` pools them.
     """
     lengths_N = rollouts.response_lengths_N
-    after_NT = torch.arange(int(lengths_N.max()) + 1) == lengths_N.cpu()[:, None]
+    longest = int(lengths_N.max()) if len(lengths_N) else 0
+    after_NT = torch.arange(longest + 1) == lengths_N.cpu()[:, None]
     return replace(
         rollouts,
         tokens_NS=pad(rollouts.tokens_NS, (0, 1)),

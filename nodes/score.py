@@ -364,7 +364,7 @@ def mixed(rollouts: Rollouts, rewards: Rewards) -> bool:
 
     For `keep`: dynamic sampling of DAPO (arXiv 2503.14476), equation 11.
     """
-    return bool((rewards.values_N != rewards.values_N[0]).any())
+    return bool((rewards.values_N[1:] != rewards.values_N[:1]).any())
 
 
 def buffer_fits(call: Call) -> None:

@@ -205,7 +205,7 @@ def pack(
     # Where each token goes is worked out on the CPU, one copy for each micro-batch.
     sampled_N = rollouts.sampled_N.cpu()
     prompts_N, temperature_N = rollouts.prompt_lengths_N.cpu(), rollouts.temperature_N.float().cpu()
-    if int(prompts_N.min()) < 1:
+    if bool((prompts_N < 1).any()):
         raise ValueError(f"pack: given an empty prompt in row {int(prompts_N.argmin())}, needed one token")
     # A prompt is whole even where its response has no token.
     lengths_N: Tensor = prompts_N + (rollouts.response_lengths_N.cpu() - 1).clamp(min=0)
@@ -218,7 +218,9 @@ def pack(
     else:
         padded = (shape_of(rollouts, "tokens_NS") or [])[1]  # not the tokens themselves, which would be read for it
         rows = _PaddedRows(lengths_N, padded if widest is None else min(padded, widest), max_tokens, multiple)
-    shares = [share for share in rows.shares(list(units.values()), whole_groups) if int(sampled_N[share].sum())]
+    # A group that no prefix was cut of has no rows.
+    found = rows.shares(list(units.values()), whole_groups) if units else []
+    shares = [share for share in found if int(sampled_N[share].sum())]
     # Most batches are at temperature 1, and are spared a division of all logits.
     same = bool((temperature_N == 1).all())
 

@@ -12,13 +12,16 @@ from penstock.graph import Context, Policy, Prompts, Rewards, Rollouts, Weights,
 from penstock.graph.node import Paused
 from penstock.graph.types import Prefixes
 from penstock.nodes.advantage import group_advantage, leave_one_out_advantage, vine_advantage
+from penstock.nodes.distill import reference_logprobs
 from penstock.nodes.environments.guessing_game import guessing_game
 from penstock.nodes.generate import converse, generate, make_engine
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.sampling import mismatch
 from penstock.nodes.learn.batching import pack, sampled_mask
 from penstock.nodes.learn.update import aipo_update
+from penstock.nodes.policy import make_reference
 from penstock.nodes.prefixes import Said, after_text, after_tokens, cut
+from penstock.nodes.reward_model import ends
 from penstock.nodes.score import length, score
 from tests.nodes.rollouts import random_rollouts
 from tests.nodes.test_conversation import row_of
@@ -184,6 +187,10 @@ def test_a_group_without_a_prefix_has_no_rows(context: Context) -> None:
     assert (metrics["prefixes"], len(made), len(rewards)) == (0.0, 0, 0)
     assert (metrics["prefix_length"].count, figures["finished"].count) == (0, 0)  # which no row has
     assert len(group_advantage.fn(rewards, made)) == len(leave_one_out_advantage.fn(rewards, made)) == 0
+    # Models score none of it.
+    reference = make_reference(replace(context, node="reference"))
+    assert reference_logprobs.fn(reference, made).logprobs_NT.shape == (0, 0)
+    assert len(reference.pack(ends(made))) == 0
     batch = Rollouts.concat([made, begin(context, 2)])
     assert batch.tokens_NS.dtype == torch.long
     assert equal(batch, begin(context, 2))

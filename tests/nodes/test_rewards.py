@@ -401,7 +401,7 @@ def test_a_rule_that_raises_names_the_group_and_the_row(value: Callable[[int], A
 
 
 @pytest.mark.parametrize(
-    ("values", "differ"), [([1, 0, 1], True), ([1, 1, 1], False), ([0, 0, 0], False), ([0.3], False)]
+    ("values", "differ"), [([1, 0, 1], True), ([1, 1, 1], False), ([0, 0, 0], False), ([0.3], False), ([], False)]
 )
 def test_a_group_is_mixed_if_its_rewards_differ(values: list[float], differ: bool) -> None:
     rollouts, _ = batch()
