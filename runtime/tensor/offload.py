@@ -1,6 +1,6 @@
 """Keeps state that is not needed between two updates on the host, so that others can use its device memory.
 
-An offloaded tensor is the same object with the same values: its data lie in one host buffer for all tensors (pinned,
+An offloaded tensor is the same object with the same values: its data lie in a host buffer with those of others (pinned,
 for a GPU), and their device memory is freed. Each move runs in the background, on a GPU in its own stream.
 
     state.leave(tensors)  # after an update
@@ -18,9 +18,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from penstock.runtime.tensor.buffers import held_bytes, in_background, shards_of, touched
+from penstock.runtime.tensor.buffers import aligned, held_bytes, in_background, shards_of, touched
 from penstock.runtime.tensor.codec import NAMES
 from penstock.runtime.tensor.layout import Layout
+
+# The bytes of a block of host memory. Torch takes pinned memory by powers of two: for all of tens of gigabytes at once
+# that may be nearly twice as much, for blocks of nearly this size it is little more.
+BLOCK = 4 << 30
 
 
 class OffloadError(RuntimeError):
@@ -42,7 +46,7 @@ class Offload:
         self.fault: OffloadError | None = None
         self._tensors: dict[str, Tensor] = {}
         self._layout: Layout | None = None
-        self._host = torch.empty(0, dtype=torch.uint8)
+        self._host: dict[str, Tensor] = {}
         self._device = torch.device("cpu")
         self._over: threading.Event | None = None
 
@@ -133,11 +137,27 @@ class Offload:
         layout = Layout.whole((key, tuple(t.shape), NAMES[t.dtype]) for key, t in self._tensors.items())
         # Kept: touched or pinned pages are slow to allocate, and the state rarely changes its shape.
         if layout != self._layout:
-            nbytes, on_gpu = held_bytes(layout, 0), self._device.type == "cuda"
-            self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if on_gpu else touched(nbytes, "cpu")
-            self._layout = layout
-        views = shards_of(layout, 0, self._host)
-        return {key: views[key].tensor if key in views else torch.empty_like(t) for key, t in self._tensors.items()}
+            self._layout, self._host = layout, {}
+            for names in host_blocks({key: t.nbytes for key, t in self._tensors.items()}):
+                block = Layout(tuple(layout.by_name[name] for name in names))
+                nbytes, on_gpu = held_bytes(block, 0), self._device.type == "cuda"
+                buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if on_gpu else touched(nbytes, "cpu")
+                self._host |= {name: shard.tensor for name, shard in shards_of(block, 0, buffer).items()}
+        return {key: self._host[key] if key in self._host else torch.empty_like(t) for key, t in self._tensors.items()}
+
+
+def host_blocks(sizes: Mapping[str, int], most: int = BLOCK) -> list[list[str]]:
+    """The tensors of each block, of so many bytes: each tensor goes into the first block that has room for it, of at
+    most `most` bytes. A larger one is a block by itself."""
+    blocks, room = list[list[str]](), list[int]()
+    for name, nbytes in sizes.items():
+        place = next((number for number, left in enumerate(room) if left >= aligned(nbytes)), len(blocks))
+        if place == len(blocks):
+            blocks.append([])
+            room.append(most)
+        blocks[place].append(name)
+        room[place] -= aligned(nbytes)
+    return blocks
 
 
 def give_back() -> None:
