@@ -137,12 +137,13 @@ class Offload:
         layout = Layout.whole((key, tuple(t.shape), NAMES[t.dtype]) for key, t in self._tensors.items())
         # Kept: touched or pinned pages are slow to allocate, and the state rarely changes its shape.
         if layout != self._layout:
-            self._layout, self._host = layout, {}
+            self._host = {}
             for names in host_blocks({key: t.nbytes for key, t in self._tensors.items()}):
                 block = Layout(tuple(layout.by_name[name] for name in names))
                 nbytes, on_gpu = held_bytes(block, 0), self._device.type == "cuda"
                 buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if on_gpu else touched(nbytes, "cpu")
                 self._host |= {name: shard.tensor for name, shard in shards_of(block, 0, buffer).items()}
+            self._layout = layout  # last: where there is no memory for one block, all are asked for again
         return {key: self._host[key] if key in self._host else torch.empty_like(t) for key, t in self._tensors.items()}
 
 

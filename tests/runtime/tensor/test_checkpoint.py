@@ -519,6 +519,7 @@ def test_a_move_that_fails_says_why_and_leaves_the_state_where_it_was(monkeypatc
     assert offload.where == "device"
     assert bits(held) == bits(state())
     away(offload, held)
+    assert len(set(places(held))) == 1  # memory was asked for again
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty_like", refuse)
         offload.come_back()
