@@ -24,7 +24,7 @@ def aipo(
 
     Args:
         samples: responses per prompt; their mean reward is the baseline.
-        lag: updates that the generator's weights may be old; 0 is synchronous.
+        lag: how many updates old the generator's weights may be; 0 is synchronous.
         rho: upper bound of a token's importance ratio; 2 to 10 work well.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
     """

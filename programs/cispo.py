@@ -3,9 +3,10 @@
     prompts → generate → score → group_advantage → policy_update → policy
       policy ⇢ generate: weights, at most `lag` updates old
 
-PPO's clip silences a token whose ratio has gone too far, often the rare one that a chain of thought turns on; here it
-keeps its gradient, with a bounded weight. AIPO's loss is this one with another name for the bound. Left out: dynamic
-sampling and a penalty on length, which the paper takes over (see dapo), and the token mask of its unified form.
+PPO's clip removes the gradient of a token whose ratio has moved too far, often a rare one that decides a chain of
+thought; here it keeps its gradient, with a bounded weight. AIPO's loss is this one with another name for the bound.
+Left out: dynamic sampling and a penalty on length, which the paper takes from DAPO (see dapo), and the token mask of
+its unified form.
 """
 
 from functools import partial
@@ -35,9 +36,9 @@ def cispo(
 
     Args:
         samples: responses per prompt; their rewards' mean and deviation make the advantages.
-        lag: updates that the generator's weights may be old; 0 is synchronous.
+        lag: how many updates old the generator's weights may be; 0 is synchronous.
         clip_high: how far a token's weight may rise above 1.
-        minibatches: optimizer steps per update, each on so large a share of the batch.
+        minibatches: optimizer steps per update, each on an equal share of the batch.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
     """
     behaviour = broadcast(policy, lag=lag)

@@ -1,10 +1,10 @@
-"""AIPO with a curriculum: prompts of the kind whose rewards vary most, as far as the updates before have shown.
+"""AIPO with a curriculum: prompts of the kind whose rewards varied most in earlier updates.
 
     candidates ─► choose ─► generate ─► score ─► group_advantage ─► policy_update ─► policy
        varied (delayed) ┘      ▲ policy   └─► remember ─► varied
 
 After "Prioritized Level Replay" (Jiang et al. 2021, arXiv 2010.03934), with the variance of a group's rewards in place
-of the value loss. Left out: the chance of seeing again what was seen, and staleness-aware sampling.
+of the value loss. Left out: replay of prompts that were seen before, and staleness-aware sampling.
 """
 
 from functools import partial
@@ -38,8 +38,8 @@ def curriculum(
 
     Args:
         samples: responses per prompt; their mean reward is the baseline.
-        candidates: prompts that each group's is chosen from.
-        lag: updates that the generator's weights, and the rewards behind a choice, may be old.
+        candidates: prompts from which each group's prompt is chosen.
+        lag: how many updates old the generator's weights, and the rewards behind a choice, may be.
         look: updates between two measurements on held-out problems.
         rho: upper bound of a token's importance ratio.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.

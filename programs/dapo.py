@@ -5,7 +5,7 @@
 
 Its four changes: clip-higher (section 3.1), dynamic sampling (3.2: groups that are all right or all wrong are dropped,
 and the next ones take their places), the mean over tokens (3.3), soft overlong punishment (3.4). Left out: overlong
-filtering, the other remedy of section 3.4, which leaves responses that were cut out of the loss.
+filtering, the other remedy of section 3.4, which excludes truncated responses from the loss.
 """
 
 from functools import partial
@@ -38,12 +38,12 @@ def dapo(
 
     Args:
         samples: responses per prompt.
-        lag: updates that the generator's weights may be old; 0 is synchronous.
+        lag: how many updates old the generator's weights may be; 0 is synchronous.
         clip_low: how far a token's ratio may fall below 1.
         clip_high: how far it may rise above 1.
-        max_length: tokens of a response that cost a whole reward; by default the run's --max-tokens.
-        buffer: tokens before that from which on length costs.
-        minibatches: optimizer steps per update, each on so large a share of the batch.
+        max_length: tokens of a response at which the penalty is a whole reward; by default the run's --max-tokens.
+        buffer: the penalty begins this many tokens before max_length.
+        minibatches: optimizer steps per update, each on an equal share of the batch.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
     """
     rollouts = generate(prompts, broadcast(policy, lag=lag), samples=samples)

@@ -4,9 +4,9 @@
                        └→ policy_logprobs ─────────┘
       policy ⇢ generate: weights, at most `lag` updates old; policy → policy_logprobs: as it is before the update
 
-PPO clips around the policy that sampled, which pulls a stale batch back to old weights. Here the clip is around the
-policy as it is before the update, and the ratio to the one that sampled is a weight. Left out: AReaL's interrupted
-responses, whose tokens come from several versions; the objective is the same, since each token has its own μ.
+PPO clips around the policy that sampled, which pulls the update of a stale batch back to old weights. Here the clip is
+around the policy before the update, and the ratio to the one that sampled is a weight. Left out: AReaL's interrupted
+responses, whose tokens are from several versions; the objective is the same, since each token has its own μ.
 """
 
 from functools import partial
@@ -37,9 +37,9 @@ def decoupled_ppo(
 
     Args:
         samples: responses per prompt; their rewards' mean and deviation make the advantages.
-        lag: updates that the generator's weights may be old; 0 is synchronous.
-        clip: bound of the policy's ratio to what it was before the update, PPO's epsilon.
-        minibatches: optimizer steps per update, each on so large a share of the batch.
+        lag: how many updates old the generator's weights may be; 0 is synchronous.
+        clip: bound of the policy's ratio to the policy before the update, PPO's epsilon.
+        minibatches: optimizer steps per update, each on an equal share of the batch.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
     """
     rollouts = generate(prompts, broadcast(policy, lag=lag), samples=samples)

@@ -1,5 +1,5 @@
-"""On-policy distillation (Thinking Machines Lab 2025; GKD, Agarwal et al. 2023, arXiv 2306.13649): the student writes,
-and the teacher says of each token how likely it finds it.
+"""On-policy distillation (Thinking Machines Lab 2025; GKD, Agarwal et al. 2023, arXiv 2306.13649): the student samples,
+and the teacher computes the log-probability of each token.
 
     prompts ─► generate ─► reference_logprobs ─► distillation_advantage ─► policy_update ─► policy
        policy ───▲          teacher ──▲
@@ -9,7 +9,7 @@ With `full` both are in one pool, and the divergence is over the whole vocabular
     prompts ─► generate ─► distill_update ─► policy
        policy ───▲           ▲── teacher
 
-Left out: mixing in texts of the teacher's own, and other divergences than KL(student ‖ teacher).
+Left out: mixing in texts by the teacher, and other divergences than KL(student ‖ teacher).
 """
 
 from functools import partial
@@ -42,8 +42,8 @@ def distill(
     Args:
         teacher_model: the teacher's directory; it must have the policy's tokenizer.
         samples: responses per prompt.
-        lag: updates that the generator's weights may be old; 0 is synchronous.
-        rho: upper bound of a token's importance ratio, for samples that are not the newest weights'.
+        lag: how many updates old the generator's weights may be; 0 is synchronous.
+        rho: upper bound of a token's importance ratio, for samples of older weights.
         full: compare whole distributions instead of sampled tokens.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
     """

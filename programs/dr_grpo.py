@@ -3,8 +3,8 @@
     prompts → generate → score → group_advantage → policy_update → policy
       policy ⇢ generate: weights, at most `lag` updates old
 
-Advantages are not divided by their group's deviation, which would favour prompts that are too easy or too hard, and
-token losses are divided by a constant, so that no response counts less for being long. Left out: nothing.
+Advantages are not divided by their group's deviation, which would favour prompts that are too easy or too hard. Token
+losses are divided by a constant, so that tokens of long responses do not count less. Left out: nothing.
 """
 
 from functools import partial
@@ -34,9 +34,9 @@ def dr_grpo(
 
     Args:
         samples: responses per prompt; their mean reward is the baseline.
-        lag: updates that the generator's weights may be old; 0 is synchronous.
+        lag: how many updates old the generator's weights may be; 0 is synchronous.
         clip: bound of the policy's ratio around 1, PPO's epsilon.
-        minibatches: optimizer steps per update, each on so large a share of the batch.
+        minibatches: optimizer steps per update, each on an equal share of the batch.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
     """
     behaviour = broadcast(policy, lag=lag)

@@ -1,5 +1,5 @@
 """AIPO with a moving average of the policy (Polyak and Juditsky 1992, "Acceleration of stochastic approximation by
-averaging"): the policy samples and learns, its average is what is evaluated and exported.
+averaging"): the policy samples and learns, its average is evaluated and exported.
 
     prompts ─► generate ─► score ─► group_advantage ─► policy_update ─► policy
        policy ───▲                                          └─► ema ─► average
@@ -39,12 +39,12 @@ def ema(
     rho: float = 4.0,
     lr: float = 1e-4,
 ) -> dict[str, Policy]:
-    """Asynchronous importance-weighted policy optimisation, and the moving average of what it learns.
+    """Asynchronous importance-weighted policy optimisation, and the moving average of the policy.
 
     Args:
         samples: responses per prompt; their mean reward is the baseline.
-        lag: updates that the generator's weights may be old; 0 is synchronous.
-        decay: what each update leaves of the average.
+        lag: how many updates old the generator's weights may be; 0 is synchronous.
+        decay: share of the average that each update keeps.
         rho: upper bound of a token's importance ratio.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
     """

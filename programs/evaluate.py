@@ -1,4 +1,4 @@
-"""How many held-out problems the policy solves, answering greedily.
+"""The share of held-out problems that the policy solves with greedy decoding.
 
 prompts → generate → score → accuracy
   policy ⇢ generate: weights

@@ -4,7 +4,7 @@
                  └→ reference_logprobs, if kl ─────────↗
       policy ⇢ generate: weights, at most `lag` updates old
 
-With `kl` above 0 a frozen copy of the first policy joins the graph, and the divergence from it is a penalty. Left out:
+With `kl` above 0 the graph has a frozen copy of the initial policy, and the divergence from it is a penalty. Left out:
 process rewards (section 4.1.3), iterations with new reward models and references (4.1.4; see moving_reference), and
 several updates on a batch (μ in algorithm 1).
 """
@@ -39,11 +39,11 @@ def grpo(
 
     Args:
         samples: responses per prompt; their rewards' mean and deviation make the advantages.
-        lag: updates that the generator's weights may be old; 0 is synchronous.
+        lag: how many updates old the generator's weights may be; 0 is synchronous.
         clip: bound of the policy's ratio around 1, PPO's epsilon.
-        kl: weight of the divergence from the frozen first policy; 0 leaves that policy out.
+        kl: weight of the divergence from the frozen initial policy; 0 leaves that policy out.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
-        accumulate: prompt groups of which an update takes a part of its batch as they arrive; 0 waits for all.
+        accumulate: prompt groups in each part of its batch that an update takes as they arrive; 0 waits for all.
     """
     behaviour = broadcast(policy, lag=lag)
     rollouts = generate(prompts, behaviour, samples=samples)

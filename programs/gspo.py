@@ -3,8 +3,8 @@
     prompts → generate → score → group_advantage → policy_update → policy
       policy ⇢ generate: weights, at most `lag` updates old
 
-The ratio of a response is the geometric mean of its tokens' (equation 7), so a response is clipped or not as a whole.
-Left out: GSPO-token with advantages that differ within a response (section 4.3): another advantage node.
+The ratio of a response is the geometric mean of its tokens' ratios (equation 7), so a response is clipped as a whole.
+Left out: GSPO-token with advantages that differ within a response (section 4.3), which needs another advantage node.
 """
 
 from functools import partial
@@ -35,10 +35,10 @@ def gspo(
 
     Args:
         samples: responses per prompt; their rewards' mean and deviation make the advantages.
-        lag: updates that the generator's weights may be old; 0 is synchronous.
-        clip_low: how far a response's ratio may fall below 1; 3e-4 for thousands of tokens, as in the paper.
+        lag: how many updates old the generator's weights may be; 0 is synchronous.
+        clip_low: how far a response's ratio may fall below 1; the paper has 3e-4 for thousands of tokens.
         clip_high: how far it may rise above 1; 4e-4 in the paper.
-        minibatches: optimizer steps per update, each on so large a share of the batch.
+        minibatches: optimizer steps per update, each on an equal share of the batch.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
     """
     behaviour = broadcast(policy, lag=lag)

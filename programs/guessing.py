@@ -4,8 +4,8 @@
       policy ⇢ generate: weights, at most `lag` updates old
 
 AIPO (Wu et al. 2025, arXiv 2505.24034). Left out: rewards for single turns, and a discount.
-It needs no model to start from: each turn is one token, so an untrained policy guesses right now and then. What it
-learns is to guess numbers, then not the same one twice, then in the direction that it was told.
+It needs no model to start from: each turn is one token, so an untrained policy guesses right now and then. It learns to
+guess numbers, then not to repeat them, then to follow the direction of the reply.
 """
 
 from penstock.graph import broadcast, program
@@ -47,7 +47,7 @@ def guessing(
     Args:
         samples: games per secret; their mean reward is the baseline.
         turns: guesses per game.
-        lag: updates that the generator's weights may be old; 0 is synchronous.
+        lag: how many updates old the generator's weights may be; 0 is synchronous.
         rho: upper bound of a token's importance ratio.
         lr: learning rate of AdamW.
     """

@@ -1,4 +1,4 @@
-"""GRPO with a reference that follows: every so many updates the policy itself becomes what it shall stay close to.
+"""GRPO with a moving reference: every `every` updates the current policy becomes the reference.
 
     prompts ─► generate ─► score ─► group_advantage ─► policy_update ─► policy
        policy ───▲  └─► reference_logprobs ──────────────▲    └─► refresh ─► reference
@@ -32,11 +32,11 @@ def moving_reference(
     every: int = 10,
     lr: float = 1e-4,
 ) -> dict[str, Policy]:
-    """Group-relative policy optimisation, close to what the policy was some updates ago.
+    """Group-relative policy optimisation, close to the policy of some updates ago.
 
     Args:
         samples: responses per prompt.
-        lag: updates that the generator's weights may be old; 0 is synchronous.
+        lag: how many updates old the generator's weights may be; 0 is synchronous.
         kl: weight of the divergence from the reference.
         every: updates between two resets of the reference.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.

@@ -1,10 +1,10 @@
-"""Online DPO (Guo et al. 2024, arXiv 2402.04792): the policy samples, a judge orders, and the pair is a DPO lesson.
+"""Online DPO (Guo et al. 2024, arXiv 2402.04792): the policy samples, a judge ranks, and DPO learns from the pair.
 
     prompts ─► generate ─► score ───────────────┐
        policy ───▲  └────► reference_logprobs ─► dpo_update ─► policy
 
-Left out: a language model as the judge (the rule of `score` orders here), and a correction for stale samples: the loss
-compares two responses whoever sampled them. Of more than two samples the best and the worst make the pair.
+Left out: a language model as the judge (here the rule of `score` ranks), and a correction for stale samples: the loss
+compares two responses of any policy. Of more than two samples the best and the worst make the pair.
 """
 
 from penstock.graph import broadcast, program
@@ -30,9 +30,9 @@ def online_dpo(
     """Direct preference optimisation on pairs that the policy has just sampled (arXiv 2402.04792, algorithm 1).
 
     Args:
-        samples: responses per prompt, of which the best and the worst are compared.
-        lag: updates that the generator's weights may be old; 0 is synchronous.
-        beta: how much the first policy counts against the preferences.
+        samples: responses per prompt; the best and the worst are compared.
+        lag: how many updates old the generator's weights may be; 0 is synchronous.
+        beta: DPO's beta; larger values keep the policy closer to the initial one.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
     """
     behaviour = broadcast(policy, lag=lag)

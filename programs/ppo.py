@@ -1,9 +1,9 @@
-"""PPO (Schulman et al. 2017, arXiv 1707.06347) with a critic, a token an action, as in InstructGPT (arXiv 2203.02155).
+"""PPO (Schulman et al. 2017, arXiv 1707.06347) with a critic; each token is an action, as in InstructGPT (2203.02155).
 
     prompts ─► generate ─► score ──► gae ─► policy_update ─► policy
        policy ───▲  └──► critic_values ─┴─► critic_update ─► critic
 
-Left out: weights that policy and critic share, the entropy bonus (equation 9). `rlhf` has a penalty on leaving.
+Left out: shared weights of policy and critic, the entropy bonus (equation 9). `rlhf` has a penalty on divergence.
 """
 
 from functools import partial
@@ -38,12 +38,12 @@ def ppo(
 
     Args:
         samples: responses per prompt.
-        lag: updates that the generator's weights may be old.
-        epochs: passes of policy and critic over each batch.
+        lag: how many updates old the generator's weights may be.
+        epochs: passes over each batch, for policy and critic.
         minibatches: optimizer steps per pass.
         clip: bound of the policy's ratio around 1.
         value_clip: how far an update may move the critic's values.
-        lam: lambda of GAE: 1 trusts the rewards alone, 0 the critic.
+        lam: lambda of GAE: 1 uses only the rewards, 0 mostly the critic.
         lr: learning rate of the policy's AdamW; a model of a billion parameters wants 1e-6.
         critic_lr: learning rate of the critic's.
     """

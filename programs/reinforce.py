@@ -3,8 +3,8 @@
     prompts → generate → score → plain_advantage → policy_update → policy
       policy ⇢ generate: weights, at most `lag` updates old
 
-A response is an episode, its tokens the actions, and its reward comes at the end. Left out: rewards within an episode,
-and a baseline that is learnt (see ppo); other responses to the same prompt are a better constant (see rloo).
+A response is an episode, its tokens are the actions, and its reward comes at the end. Left out: rewards within an
+episode, and a learnt baseline (see ppo); other responses to the same prompt are a better baseline (see rloo).
 """
 
 from penstock.graph import broadcast, program
@@ -25,8 +25,8 @@ def reinforce(
 
     Args:
         samples: responses per prompt.
-        lag: updates that the generator's weights may be old; nothing corrects for them.
-        baseline: what is taken off each reward, a constant.
+        lag: how many updates old the generator's weights may be; nothing corrects for them.
+        baseline: a constant that is subtracted from each reward.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
     """
     behaviour = broadcast(policy, lag=lag)

@@ -3,8 +3,8 @@
     prompts → generate → score → plain_advantage → batch_normalized → policy_update → policy
       policy ⇢ generate: weights, at most `lag` updates old
 
-With `baseline` the mean of each prompt's rewards is taken off first (REINFORCE++-baseline), for several samples per
-prompt. Left out: the penalty for leaving a reference, which the paper takes off the rewards of single tokens.
+With `baseline` the mean of each prompt's rewards is subtracted first (REINFORCE++-baseline), for several samples per
+prompt. Left out: the penalty on divergence from a reference, which the paper subtracts from the rewards of tokens.
 """
 
 from functools import partial
@@ -35,10 +35,10 @@ def reinforce_pp(
 
     Args:
         samples: responses per prompt; 1 is enough without `baseline`.
-        lag: updates that the generator's weights may be old; 0 is synchronous.
-        baseline: take the mean of each prompt's rewards off before normalising.
+        lag: how many updates old the generator's weights may be; 0 is synchronous.
+        baseline: subtract the mean of each prompt's rewards before normalising.
         clip: bound of the policy's ratio around 1, PPO's epsilon.
-        minibatches: optimizer steps per update, each on so large a share of the batch.
+        minibatches: optimizer steps per update, each on an equal share of the batch.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
     """
     behaviour = broadcast(policy, lag=lag)

@@ -4,7 +4,7 @@
             └→ generate, greedy → score_2 ┘
       policy ⇢ both: weights, at most `lag` updates old
 
-Left out: the penalty for leaving a reference, which the paper takes off the reward.
+Left out: the penalty on divergence from a reference, which the paper subtracts from the reward.
 `reward_mean` is that of the sampled responses; the greedy ones' is `score_2.reward_mean`.
 """
 
@@ -20,11 +20,11 @@ from penstock.programs.evaluate import evaluate
 
 @program(evaluation=evaluate, defaults={"updates": 150})
 def remax(policy: Policy, prompts: Prompts, *, samples: int = 4, lag: int = 0, lr: float = 1e-4) -> Policy:
-    """ReMax: what counts is to beat what the policy would have said by itself (section 4).
+    """ReMax: a response's advantage is its reward minus that of the greedy response (section 4).
 
     Args:
         samples: responses per prompt beside the greedy one; the paper has 1.
-        lag: updates that the generator's weights may be old; nothing corrects for them.
+        lag: how many updates old the generator's weights may be; nothing corrects for them.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
     """
     behaviour = broadcast(policy, lag=lag)

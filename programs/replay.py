@@ -1,11 +1,11 @@
-"""AIPO with a replay buffer: some past prompt groups are learnt from once more beside each fresh batch, their tokens
-weighted by π / μ like any stale ones (LlamaRL, Wu et al. 2025, arXiv 2505.24034; a buffer as in Mnih et al. 2015,
+"""AIPO with a replay buffer: some past prompt groups are trained on again beside each fresh batch, with their tokens
+weighted by π / μ like all stale ones (LlamaRL, Wu et al. 2025, arXiv 2505.24034; a buffer as in Mnih et al. 2015,
 "Human-level control through deep reinforcement learning").
 
     prompts ─► generate ─► score ─► group_advantage ─► replay ─► policy_update ─► policy
        policy ───▲  └──────────────────────────────────▲ ↺
 
-Left out: priorities, and fewer fresh groups for the old ones: an update is a batch of fresh groups and more.
+Left out: priorities, and replayed groups in place of fresh ones: an update has a whole batch of fresh groups.
 """
 
 from functools import partial
@@ -38,10 +38,10 @@ def replay(
 
     Args:
         samples: responses per prompt; their mean reward is the baseline.
-        lag: updates that the generator's weights may be old when a group is fresh.
+        lag: how many updates old the generator's weights may be when a group is fresh.
         take: past groups beside each fresh batch.
-        capacity: groups in the buffer, the newest ones.
-        max_age: updates after which a group is dropped from it.
+        capacity: groups in the buffer, which keeps the newest ones.
+        max_age: updates after which the buffer drops a group.
         rho: upper bound of a token's importance ratio.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
     """

@@ -1,10 +1,10 @@
 """A reward model from preferences (InstructGPT, Ouyang et al. 2022, arXiv 2203.02155, section 3.5): of two responses to
-a prompt, the one that was preferred shall get the higher number.
+a prompt, the preferred one should get the higher score.
 
     pairs ─► preference_update ─► reward_model
 
-A checkpoint has it as `reward_model/`, a directory for `rlhf --reward-model` and for `transformers`
-(LlamaForSequenceClassification). Left out: rankings of more than two, margins, ties.
+Checkpoints have the model in `reward_model/`, a directory for `rlhf --reward-model` and for `transformers`
+(LlamaForSequenceClassification). Left out: rankings of more than two responses, margins, ties.
 """
 
 from penstock.graph import program

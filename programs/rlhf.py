@@ -1,12 +1,12 @@
-"""Reinforcement learning from human feedback (InstructGPT, Ouyang et al. 2022, arXiv 2203.02155): PPO on the rewards of
-a model that has learnt what people prefer, with a price on leaving the first policy.
+"""Reinforcement learning from human feedback (InstructGPT, Ouyang et al. 2022, arXiv 2203.02155): PPO on the scores of
+a reward model, with a penalty on divergence from the initial policy.
 
     prompts ─► generate ─┬► reward_scores ──────┐
        policy ───▲       ├► reference_logprobs ─► gae ─► policy_update ─► policy
                          └► critic_values ──────┴─────► critic_update ─► critic
 
 Left out: pretraining gradients (PPO-ptx), a critic that starts from the reward model, normalised rewards.
-`accuracy` is what the reward model stands for, measured beside it: the share of right answers.
+`accuracy`, the share of right answers, is also measured: the reward model stands in for it.
 """
 
 from functools import partial
@@ -39,13 +39,13 @@ def rlhf(
     lr: float = 1e-4,
     critic_lr: float = 3e-4,
 ) -> dict[str, Policy | Critic | RewardModel]:
-    """PPO against a learned reward model, close to the first policy (InstructGPT, section 3.5, equation 2).
+    """PPO on a learned reward model, close to the initial policy (InstructGPT, section 3.5, equation 2).
 
     Args:
         reward_model: the directory that a run of the program reward_model has written.
         samples: responses per prompt.
-        lag: updates that the generator's weights may be old; 0 is synchronous.
-        kl: what each nat away from the frozen first policy costs.
+        lag: how many updates old the generator's weights may be; 0 is synchronous.
+        kl: penalty per nat of divergence from the frozen initial policy.
         lr: learning rate of the policy's AdamW; a model of a billion parameters wants 1e-6.
         critic_lr: learning rate of the critic's.
     """

@@ -3,7 +3,8 @@
     prompts → generate → score → leave_one_out_advantage → policy_update → policy
       policy ⇢ generate: weights, at most `lag` updates old
 
-Left out: the penalty for leaving a reference, which the paper takes off the reward (see grpo for one in the loss).
+Left out: the penalty on divergence from a reference, which the paper subtracts from the reward (grpo has one in the
+loss).
 """
 
 from penstock.graph import broadcast, program
@@ -18,11 +19,11 @@ from penstock.programs.evaluate import evaluate
 
 @program(evaluation=evaluate, defaults={"updates": 150})
 def rloo(policy: Policy, prompts: Prompts, *, samples: int = 8, lag: int = 0, lr: float = 1e-4) -> Policy:
-    """REINFORCE leave-one-out: the mean reward of a prompt's other responses is the baseline of each.
+    """REINFORCE leave-one-out: each response's baseline is the mean reward of the prompt's other responses.
 
     Args:
         samples: responses per prompt, at least 2.
-        lag: updates that the generator's weights may be old; nothing corrects for them.
+        lag: how many updates old the generator's weights may be; nothing corrects for them.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
     """
     behaviour = broadcast(policy, lag=lag)

@@ -4,8 +4,8 @@ Stability: Demystifying RL Collapse from the Training-Inference Mismatch", secti
     prompts → generate → score → group_advantage → policy_update → policy
       policy ⇢ generate: weights, at most `lag` updates old
 
-Only the weight of a whole response, Π_t π / μ, makes the gradient unbiased; it varies more the longer the response is.
-A bound trades that for bias: "truncate" keeps what is above it with the bound as its weight, "mask" throws it out.
+Only the weight of a whole response, Π_t π / μ, makes the gradient unbiased; its variance grows with the length of the
+response. A bound trades variance for bias: "truncate" replaces larger weights by the bound, "mask" by 0.
 Left out: the geometric mean of a response's ratios as a rule for masking.
 """
 
@@ -37,9 +37,9 @@ def sequence_weighting(
 
     Args:
         samples: responses per prompt; their mean reward is the baseline.
-        lag: updates that the generator's weights may be old; 0 is synchronous.
-        level: whose weight it is, the token's or its response's.
-        bound: what becomes of a weight above the cap.
+        lag: how many updates old the generator's weights may be; 0 is synchronous.
+        level: weights of single tokens or of whole responses.
+        bound: what happens to a weight above the cap.
         cap: upper bound of a weight.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
     """

@@ -1,13 +1,13 @@
 """TIS: truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-Training"): PPO's clip, with a bounded weight for what the generator did differently.
+Training"): PPO's clip, with a bounded weight for the difference between generator and trainer.
 
     prompts → generate ┬→ score → group_advantage ─┬→ policy_update → policy
                        └→ policy_logprobs ─────────┘
       policy ⇢ generate: weights, at most `lag` updates old; policy → policy_logprobs: as it is before the update
 
-The clip is around the trainer's own log-probabilities π_old, so that it bounds what an update changes and nothing else;
-min(π_old / μ, cap) accounts for stale weights and for other kernels and number formats. Left out: other bounds than
-this one, by token (see sequence_weighting).
+The clip is around the trainer's own log-probabilities π_old, so that it bounds only what an update changes;
+min(π_old / μ, cap) corrects for stale weights and for different kernels and number formats. Left out: other bounds than
+this one by token (see sequence_weighting).
 """
 
 from functools import partial
@@ -39,10 +39,10 @@ def tis(
 
     Args:
         samples: responses per prompt; their rewards' mean and deviation make the advantages.
-        lag: updates that the generator's weights may be old; 0 is synchronous.
+        lag: how many updates old the generator's weights may be; 0 is synchronous.
         cap: upper bound of a token's importance weight.
-        clip: bound of the policy's ratio to what it was before the update, PPO's epsilon.
-        minibatches: optimizer steps per update, each on so large a share of the batch.
+        clip: bound of the policy's ratio to the policy before the update, PPO's epsilon.
+        minibatches: optimizer steps per update, each on an equal share of the batch.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
     """
     rollouts = generate(prompts, broadcast(policy, lag=lag), samples=samples)

@@ -1,4 +1,4 @@
-"""The base model of `tool_use`: supervised fine-tuning on a teacher who knows the Python tool but seldom calls it.
+"""The base model of `tool_use`: supervised fine-tuning on a teacher that knows the Python tool but seldom calls it.
 
 demonstrations → sft_update → policy
 """
@@ -16,10 +16,10 @@ DEFAULTS = {"model": "new", "data": "calculator", "updates": 800, "batch": 2, "m
 def tool_sft(policy: Policy, demonstrations: ToolDemonstrations, *, lr: float = 2e-3, sandbox: bool = True) -> Policy:
     """Supervised fine-tuning on sums and differences, 32 in a group; some with a call of the tool.
 
-    What the tool says is imitated like the rest: it does no harm, since in a conversation the tool says it.
+    The tool's output is imitated, too. That does no harm: in a conversation the tool itself writes its output.
 
     Args:
         lr: highest learning rate of AdamW; it warms up, then falls along a cosine to 0 at the run's end.
-        sandbox: isolate what the evaluation's model calls by bubblewrap; without, it runs with your rights.
+        sandbox: isolate the evaluated model's code by bubblewrap; without, it runs with your rights.
     """
     return sft_update(policy, demonstrations, lr=lr)

@@ -27,12 +27,12 @@ def toy(
 
     Args:
         samples: responses per prompt.
-        lag: updates that the generator's weights may be old; 0 is synchronous.
+        lag: how many updates old the generator's weights may be; 0 is synchronous.
         generate_ms: milliseconds to generate one group.
         score_ms: milliseconds to score one group.
         update_ms: milliseconds of one update.
         sync_ms: milliseconds to publish the weights.
-        jitter_ms: up to so many milliseconds more for each firing, keyed by the firing.
+        jitter_ms: at most this many milliseconds more for each firing, keyed by the firing.
     """
     behaviour = broadcast(policy, lag=lag)
     rollouts = fake_generate(prompts, behaviour, samples=samples, ms=generate_ms, jitter_ms=jitter_ms)

@@ -1,11 +1,11 @@
-"""VinePPO (Kazemnejad et al. 2024, arXiv 2410.01679): PPO with values of states that are sampled, without a critic.
+"""VinePPO (Kazemnejad et al. 2024, arXiv 2410.01679): PPO with Monte-Carlo values of states, without a critic.
 
     prompts ─► generate ─► cut ─► vines ─► outcomes ─► vine_advantage ─► policy_update ─► policy
        policy ───▲───────────────── ▲        score ────▲ (rewards of the whole responses)
 
-The value of a state, the prompt with the begin of a response, is the mean reward of a few responses that go on from it,
-token by token as it was sampled. Left out: the penalty for leaving a reference, and values of the prompt that are
-sampled beside its group: the other responses to it are such samples.
+A state is the prompt with the beginning of a response. Its value is the mean reward of a few responses that continue
+exactly these tokens. Left out: the penalty on divergence from a reference, and extra samples for the value of the
+prompt: the other responses to it are such samples.
 """
 
 from functools import partial
@@ -39,11 +39,11 @@ def vineppo(
 
     Args:
         samples: responses per prompt, which are learnt from.
-        vines: responses that go on from each state; their mean reward is its value.
-        states: states of a response at most, spread evenly over its steps.
+        vines: responses that continue each state; their mean reward is its value.
+        states: most states of a response, spread evenly over its steps.
         step: text that ends a step, such as a line's end; "" is every `step_tokens` tokens.
-        step_tokens: tokens of a step where no text ends one.
-        lag: updates that the generator's weights may be old; 0 is synchronous.
+        step_tokens: tokens of a step if `step` is "".
+        lag: how many updates old the generator's weights may be; 0 is synchronous.
         clip: bound of the policy's ratio around 1, PPO's epsilon.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
     """

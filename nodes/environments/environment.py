@@ -1,11 +1,10 @@
-"""`@environment`: a plain function that answers turns of many conversations at once, each within a deadline. And what a
-conversation was worth to its environment: `outcome`, `turn_rewards`.
+"""`@environment`: a plain function that answers turns of many conversations at once, each within a deadline. Also the
+environment's rewards of a conversation: `outcome`, `turn_rewards`.
 
-Each call of the function has a thread of its own. A thread cannot be killed. A call that is overdue is given up: its
+Each call of the function has a thread of its own. A thread cannot be killed. At its deadline a call is given up: its
 firing fails, its thread gets an exception that ends it as soon as it runs Python again (a loop at once, a blocked read
-when it returns), and its result is never looked at. Threads that have not ended yet are counted. C code that keeps
-Python's lock for itself stops all threads, this node's deadline with them: such code belongs into a process, as that
-of `python_tool` is.
+when it returns), and its result is ignored. Threads that have not ended yet are counted. C code that holds Python's
+lock stops all threads, and this node's deadline with them: run such code in a process, as `python_tool` does.
 
 Shapes: N rows, K turns.
 """
@@ -39,7 +38,7 @@ DEADLINE_S = 60.0
 class EnvironmentDef(NodeDef[P, T], Generic[P, T]):
     """A node whose firings are calls of `fn`, several in work at once: its state is a `Stream` of them.
 
-    It has one option more than `fn`: `deadline`, in seconds. Called outside of a program it is `fn`.
+    It has one more option than `fn`: `deadline`, in seconds. Called outside of a program it is `fn`.
     """
 
     def __init__(self, fn: Callable[..., Any], pool: str, deadline: float) -> None:
@@ -49,7 +48,7 @@ class EnvironmentDef(NodeDef[P, T], Generic[P, T]):
 
     @functools.cached_property
     def interface(self) -> Interface:
-        """That of the function, without a state, with the option `deadline`; metrics may always come with a reply."""
+        """The function's interface with the option `deadline`. It has no state, and may always return metrics."""
         own = interface(self.fn, stateful=False)
         if "deadline" in own.options:
             what, given = f"{self.__name__}: option 'deadline'", "one of the function's own"
@@ -65,7 +64,7 @@ class EnvironmentDef(NodeDef[P, T], Generic[P, T]):
 
 
 class _Decorator(Protocol):
-    """What `@environment(…)` is."""
+    """The type of `@environment(…)`."""
 
     @overload
     def __call__(self, fn: Callable[P, tuple[T, Metrics]], /) -> EnvironmentDef[P, T]: ...
@@ -84,11 +83,10 @@ def environment(
 ) -> Any:
     """Make a function of `Rollouts` that returns `Replies` (or `Replies` and `Metrics`) an environment for `converse`.
 
-    The conversations of several prompt groups are answered at once, each by a call in a thread of its own; so the
-    function must not change anything that its calls share. A call that takes longer than `deadline` seconds, waiting
-    and computing, fails its group's firing (this module says what becomes of its thread). `deadline` is also an option
-    of the call, `converse(…, environment=shop, turns=4, deadline=5.0)`, and should be shorter than the run's, which
-    ends the run.
+    The conversations of several prompt groups are answered at once, each by a call in a thread of its own, so the
+    function must not change anything that its calls share. If a call takes longer than `deadline` seconds, waiting or
+    computing, its group's firing fails (for its thread see this module). `deadline` is also an option of the call,
+    `converse(…, environment=shop, turns=4, deadline=5.0)`, and should be shorter than the run's, which ends the run.
 
         @environment(deadline=10.0)
         def shop(rollouts: Rollouts, *, url: str) -> Replies: ...
@@ -108,10 +106,10 @@ def outcome(replies: Replies) -> Rewards:
 
 @node(pool="scorer")
 def turn_rewards(rollouts: Rollouts, replies: Replies) -> TurnRewards:
-    """What the environment gave after each turn of the model, with both outputs of `converse`: not only its last word.
+    """The environment's rewards after each turn of the model, from both outputs of `converse`: not only the last one.
 
-    A row that is done gets nothing more, whatever is said of it at the others' later turns. Raises ValueError for an
-    environment that gave no reward at some turn.
+    A row that is done gets no more rewards, whatever the environment returns for it at later turns of other rows.
+    Raises ValueError for an environment that gave no reward at some turn.
     """
     rewards, turns = rollouts.rewarded(replies), rollouts.turns()
     for row, given in enumerate(rewards):
@@ -122,20 +120,20 @@ def turn_rewards(rollouts: Rollouts, replies: Replies) -> TurnRewards:
     return TurnRewards(values_NK, torch.tensor(turns))
 
 
-# The longest that one step waits, so that messages are not kept waiting.
+# The longest wait of one step, so that messages do not wait.
 STEP_S = 0.001
-# Seconds between two looks at the clock that count at most: where there are more, this process stood still, and its
-# calls with it. Or it was at other work, again and again: so the longest such time alone is given back to a call.
+# The most seconds that count between two looks at the clock. With more, this process was suspended, and its calls with
+# it; or it was repeatedly busy with other work. So only the longest such time is added to a call's deadline.
 PAUSE_S = 1.0
 _PENDING = object()
 
 
 class OverdueError(RuntimeError):
-    """A call had no end at its deadline: whose it was, the deadline, and where it hangs."""
+    """A call had not ended at its deadline: its firing, the deadline, and where it hangs."""
 
 
 class _GivenUp(BaseException):
-    """Raised in a thread whose call has been given up. No `except Exception` keeps it."""
+    """Raised in a thread whose call has been given up. `except Exception` does not catch it."""
 
 
 @dataclass
@@ -152,8 +150,8 @@ class Calls:
     """State of an environment's node: a `Stream`. As many firings are in work as the plan gives its replica.
 
     `function` takes the inputs and returns the outputs, with `Metrics` at the end. A call that takes longer than
-    `deadline` seconds fails with OverdueError; one that raises, with what it raised. The metric `abandoned` is the
-    number of threads of overdue calls that have not ended, if there are any.
+    `deadline` seconds fails with OverdueError; a call that raises fails with its exception. The metric `abandoned` is
+    the number of threads of overdue calls that have not ended, if there are any.
     """
 
     def __init__(self, function: Callable[..., Any], deadline: float) -> None:
@@ -164,14 +162,14 @@ class Calls:
         self._looked = monotonic()
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
-        # Daemons, so that a call that never ends does not hold up the end of the process.
+        # Daemons, so that a call that never ends does not block the end of the process.
         thread = Thread(target=lambda: self._work(call, inputs), name=str(tag), daemon=True)
         now = self._look()
         call = self.calls[tag] = _Call(thread, now + self.deadline)
         thread.start()
 
     def _look(self) -> float:
-        """The time. Calls in work have as much longer as this process stood still."""
+        """The time. Extends the deadlines of calls in work by the time for which this process was suspended."""
         now = monotonic()
         stood, self._looked = max(0.0, now - self._looked - PAUSE_S), now
         for call in self.calls.values():
@@ -183,22 +181,22 @@ class Calls:
         with suppress(_GivenUp):
             try:
                 call.outcome = self.function(**inputs)
-            # sys.exit() in an environment is a failure of its firing, too.
+            # BaseException, since sys.exit() in an environment is a failure of its firing, too.
             except BaseException as error:
                 call.outcome = error
             self.news.set()
 
     def step(self) -> Sequence[tuple[Any, Any]]:
-        """The calls that have ended, and the failures of those that are overdue; a moment's wait for the first one."""
+        """The calls that have ended, and the failures of overdue ones. Waits at most `STEP_S` for the first."""
         self.news.wait(STEP_S)
-        # Before looking: what ends meanwhile is seen now or ends the next wait.
+        # Cleared before looking: a call that ends meanwhile is seen now, or ends the next wait.
         self.news.clear()
         now, finished = self._look(), []
         for tag, call in list(self.calls.items()):
             if call.outcome is not _PENDING:
                 finished.append((tag, self._counted(call.outcome)))
             elif now >= call.until:
-                # Its place has to be read before it is given up: the exception would move it.
+                # Read its place before giving it up: the exception would change it.
                 place, needed = stack_of(call.thread), f"needed one (deadline={self.deadline:g})"
                 self._give_up(call)
                 given = f"{tag}: given no reply within {self.deadline:g} s"
@@ -218,7 +216,7 @@ class Calls:
 
     def _give_up(self, call: _Call) -> None:
         """End the thread of a call as soon as it runs Python again."""
-        # The number of one that has ended may be another thread's by now.
+        # If it has ended, its number may be another thread's by now.
         if not call.thread.is_alive():
             return
         ident = ctypes.c_ulong(call.thread.ident or 0)
@@ -234,7 +232,7 @@ class Calls:
 
 
 def stack_of(thread: Thread) -> str:
-    """Where a call's thread is now, as in a traceback, from the user's function on."""
+    """The present stack of a call's thread, as in a traceback, from the user's function on."""
     frame = sys._current_frames().get(thread.ident or 0)
     frames = traceback.extract_stack(frame) if frame is not None else []
     ours = [index for index, summary in enumerate(frames) if summary.filename == __file__]

@@ -13,9 +13,9 @@ _NUMBER = re.compile(r"[0-9]+")
 
 
 class Secrets(Prompts):
-    """A range to guess in as the prompt ("0-9:"), and a number of it as the answer.
+    """Prompts are a range to guess in ("0-9:"), answers a number in it.
 
-    The program's options `low` and `high` are its bounds, 0 and 9 if it has none.
+    The program's options `low` and `high` are its bounds, by default 0 and 9.
     """
 
     maker = "penstock.nodes.environments.guessing_game:open_secrets"
@@ -29,15 +29,15 @@ class _Secrets:
             raise ValueError(f"secrets: given the range {self.low} to {self.high}, needed 0 <= low < high")
 
     def read(self, ordinal: int) -> Prompts:
-        """Drawn by key; the evaluation has one number after the other."""
-        # Each number as often as the others, so that two evaluations differ by their policies alone.
+        """A secret drawn by key; for the evaluation the numbers in turn."""
+        # All numbers equally often, so that two evaluations differ only by their policies.
         number = ordinal if self.context.split == "evaluate" else self.context.key("secret", ordinal)
         secret = self.low + number % (self.high - self.low + 1)
         return Secrets((ordinal,), (f"{self.low}-{self.high}:",), (str(secret),))
 
 
 def open_secrets(context: Context) -> Source:
-    """The source of `Secrets`. Raises ValueError for bounds that hold no range."""
+    """The source of `Secrets`. Raises ValueError unless 0 <= low < high."""
     return _Secrets(context)
 
 
@@ -45,8 +45,8 @@ def open_secrets(context: Context) -> Source:
 def guessing_game(
     rollouts: Rollouts, *, higher: str = "higher", lower: str = "lower", unclear: str = "a number?"
 ) -> tuple[Replies, Metrics]:
-    """Says whether each row's secret (its `answers`) is `higher` or `lower` than the guess, the first number that the
-    newest turn has; `unclear` where it has none.
+    """Replies whether each row's secret (its `answers`) is `higher` or `lower` than the guess, the first number in the
+    newest turn; `unclear` if that has none.
 
     A row is done, with reward 1, when the guess is right; until then its reward is 0. Raises ValueError for a secret
     that is no whole number. Metric: `unclear`, the share of turns without a number.
@@ -63,6 +63,6 @@ def guessing_game(
     done_N = torch.tensor(right)
     replies = Replies(tuple(texts), ("user",) * len(texts), done_N, done_N.float())
     turns = rollouts.turns()
-    newest = max(turns, default=0)  # of those who were not done before
+    newest = max(turns, default=0)  # rows that were not done before have this many
     asked = [text == unclear for text, turn in zip(texts, turns, strict=True) if turn == newest]
     return replies, {"unclear": Mean.of(asked)}

@@ -1,9 +1,9 @@
 """A tool that runs the Python code of a model's call.
 
-A call is the text between `<python>` and `</python>`; of several in one turn the last counts, and the model must end
-its turn to get an answer. The reply is `<output>…</output>`: what the code printed, and the value of its last line if
-that is an expression, as in a notebook. An exception, or a limit that was exceeded, is the last line of the output.
-The standard library is there, nothing else; a call knows nothing of earlier ones.
+A call is the text between `<python>` and `</python>`; the last one of a turn counts, and the model must end its turn to
+get an answer. The reply is `<output>…</output>`: the printed output of the code, and the value of its last line if that
+is an expression, as in a notebook. An exception, or an exceeded limit, is the last line of the output. Only the
+standard library is available, and calls share no state.
 """
 
 import re
@@ -20,13 +20,13 @@ from penstock.nodes.environments.environment import environment
 from penstock.nodes.environments.sandbox import Answer, Limits, isolated, run_python, wrapper_of
 from penstock.nodes.option_checks import count, positive
 
-# For a whole group, which waits for other groups' calls as well: every call has limits of its own.
+# For a whole group, which may also wait for other groups' calls; each call has limits of its own.
 DEADLINE_S = 500.0
 _CALL = re.compile(r"<python>((?:(?!<python>).)*?)</python>", re.DOTALL)
 
 
 class ToolTimeout(RuntimeError):
-    """A call had no end at its deadline: whose it was, and the code."""
+    """A call had not ended at its deadline: its group and row, and the code."""
 
 
 @requires(isolated, positive("seconds"), count(1, "cpu_seconds", "max_output", "workers"), count(32, "memory_mib"))
@@ -42,12 +42,12 @@ def python_tool(
     on_timeout: Literal["reply", "fail"] = "reply",
     sandbox: bool = True,
 ) -> tuple[Replies, Metrics]:
-    """The output of the call in each row's newest turn (the module says how calls are written).
+    """The output of the call in each row's newest turn (for the form of calls see this module).
 
-    A row without a call is done, and so is one whose turn did not end by itself. `workers` calls run at once, of all
-    groups together, each in a process with the limits of `Limits`; code that several rows call is run once. A call that
-    has no end after `seconds` is killed: its reply says so, or with on_timeout="fail" the firing raises ToolTimeout
-    with group and code. Where bubblewrap does not work, the run is refused, or SandboxError is raised;
+    A row without a call is done, and so is a row whose turn did not end by itself. `workers` calls of all groups
+    together run at once, each in a process with the limits of `Limits`; equal code of several rows is run once. A call
+    that has not ended after `seconds` is killed: its reply says so, or with on_timeout="fail" the firing raises
+    ToolTimeout with group and code. If bubblewrap does not work, the run is refused, or SandboxError is raised;
     sandbox=False runs code without it, with your rights (see `sandbox.py`).
 
     Metrics: `tool_calls` (share of turns), `tool_errors` (share of those calls).
@@ -63,7 +63,7 @@ def python_tool(
     texts = tuple("" if call is None else f"<output>{answers[call].output}</output>" for call in calls)
     failures = [answers[call].failed for call in calls if call is not None]
     turns = rollouts.turns()
-    newest = max(turns, default=0)  # of those who were not done before
+    newest = max(turns, default=0)  # rows that were not done before have this many
     called = [call is not None for call, turn in zip(calls, turns, strict=True) if turn == newest]
     metrics: Metrics = {"tool_calls": Mean.of(called), "tool_errors": Mean.of(failures)}
     done_N = torch.tensor([call is None for call in calls])
@@ -77,7 +77,7 @@ def find_call(text: str) -> str | None:
 
 
 def _run_all(codes: list[str], limits: Limits, workers: int, sandbox: bool) -> dict[str, Answer]:
-    """The answer to each piece of code; equal ones are run once."""
+    """The answer to each piece of code; equal pieces are run once."""
     if not codes:
         return {}
     command = wrapper_of(sandbox, "python_tool")
@@ -93,5 +93,5 @@ def _run_all(codes: list[str], limits: Limits, workers: int, sandbox: bool) -> d
 
 @lru_cache
 def _places(workers: int) -> BoundedSemaphore:
-    """What the calls of all groups share, so that the time of one does not depend on how many groups there are."""
+    """A semaphore for the calls of all groups, so that a call's time does not depend on the number of groups."""
     return BoundedSemaphore(workers)

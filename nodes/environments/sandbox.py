@@ -1,13 +1,13 @@
 """Runs a piece of Python that a model wrote in a short-lived process, isolated by bubblewrap (`bwrap`).
 
-The process has no network, no files but the interpreter's own and the system's libraries (read-only), its input as
-`/dev/stdin` and `/dev/null`, and no other process in sight. It can start threads, which share its memory and its
-computing time, and no processes, so that its limits are those of the whole call. A filter of system calls refuses
-these, memory that belongs to no process (shared memory, message queues, memfd) and what only an attack needs.
-`isolation` tries all of this once before any code runs, and refuses where it does not hold. Linux only.
+The process has no network, and sees no other process. Its only files are the interpreter's own, the system's libraries
+(read-only), its input as `/dev/stdin`, and `/dev/null`. It can start threads, which share its memory and its CPU time,
+but no processes, so its limits are those of the whole call. A filter of system calls refuses processes, memory that
+belongs to no process (shared memory, message queues, memfd), and calls that only an attack needs. `isolation` tests all
+of this once before any code runs, and raises if it does not hold. Linux only.
 
-sandbox=False runs without: resource limits, `python -I`, an empty folder, and an audit hook that refuses processes,
-network and files. That stops accidents, not an attacker: one line of code removes the hook.
+sandbox=False runs code without isolation: with resource limits, `python -I`, an empty folder, and an audit hook that
+refuses processes, network and files. That stops accidents, not an attacker: one line of code removes the hook.
 """
 
 import errno
@@ -35,15 +35,15 @@ from penstock.graph.requires import Call
 from penstock.graph.types import NodeWarning
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
-# Environment variables that the process gets: the run's mark, by which what a killed run left behind is found.
+# Environment variables that the process gets: the run's mark, which identifies leftovers of a killed run.
 _PASSED_ON = ("PENSTOCK_RUN",)
-# And one of its own: each thread's own heap would take 64 MiB of what the limit on memory counts.
+# And one more: a heap for each thread would take 64 MiB of the memory limit.
 _SET = {"MALLOC_ARENA_MAX": "1"}
-# What an interpreter needs beside its own folder. Not all of /usr: containers have programs and their data there.
+# Folders that an interpreter needs beside its own. Not all of /usr: containers have programs and their data there.
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/local/lib64", "/usr/share/zoneinfo")
 _GLANCE_S, _PAUSE_S = 0.05, 0.001
-# The users that calls run as where this process is root, in turn: the kernel exempts root from the limit on threads,
-# and counts those of a user, so of all calls that have the same. systemd lists these numbers as nobody's.
+# If this process is root, calls run as these users in turn: the kernel exempts root from the limit on threads, and
+# counts the threads of a user, which all calls with the same user share. systemd lists these numbers as unused.
 _USERS = cycle(range(65520, 65534))
 _FIRST_LOOK = Lock()
 _PROBE = """
@@ -60,7 +60,7 @@ else:
 
 
 class SandboxError(RuntimeError):
-    """Code of a model cannot be isolated on this machine: why (`given`), and what to do (`needed`)."""
+    """A model's code cannot be isolated on this machine: why (`given`), and what to do (`needed`)."""
 
     def __init__(self, given: str, needed: str) -> None:
         super().__init__(f"code that a model writes cannot be isolated: given {given}, needed {needed}")
@@ -69,7 +69,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """`seconds` by the clock, `cpu_seconds` of computing, memory in MiB, and output in bytes."""
+    """Limits of a call: wall-clock `seconds`, `cpu_seconds`, memory in MiB, and output in bytes."""
 
     seconds: float
     cpu_seconds: int
@@ -79,8 +79,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the code wrote, with a last line that says what went wrong, if it `failed`. `late`: it was killed at its
-    deadline."""
+    """The output of some code; if it `failed`, a last line says why. `late`: it was killed at its deadline."""
 
     output: str
     failed: bool = False
@@ -89,9 +88,9 @@ class Answer:
 
 def run_python(code: str, limits: Limits, wrapper: Sequence[str], stdin: str = "", *, errors: bool = True) -> Answer:
     """Run `code` in a process that the command `wrapper` isolates: that of `isolation()`, or () for none. `stdin` is
-    its standard input. Without `errors`, what it writes to its standard error, such as warnings, is no output.
+    its standard input. Without `errors`, its standard error, such as warnings, is not part of the output.
 
-    Returns within `limits.seconds` and the time that a kill takes. Can be called from many threads.
+    Returns within `limits.seconds` plus the time of a kill. Can be called from many threads.
     """
     process = _start(code, stdin, limits, wrapper, errors)
     try:
@@ -118,7 +117,7 @@ def _killed_by(number: signal.Signals, status: int) -> bool:
 
 
 def isolation() -> tuple[str, ...]:
-    """The command that isolates a process. Raises SandboxError where there is none; both are found out once."""
+    """The command that isolates a process, found and tested once. Raises SandboxError if there is none."""
     command, reason = _find_isolation()
     if reason:
         works = "bubblewrap that works (apt install bubblewrap; a container must allow it user namespaces)"
@@ -128,22 +127,22 @@ def isolation() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _find_isolation() -> tuple[tuple[str, ...], str]:
-    """(the command, ""), or ((), why there is none)."""
+    """(the command, ""), or ((), the reason why there is none)."""
     path = shutil.which("bwrap")
     if path is None:
         return (), "no bubblewrap (bwrap) on the PATH"
     if platform.machine() not in _ARCHITECTURES:
         return (), f"a processor ({platform.machine()}) whose system calls are not known here"
-    # Root needs no user namespace, and can become another user inside: root's own processes know no limit.
+    # Root needs no user namespace, and can become another user inside: limits do not apply to root's own processes.
     namespaces = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
     rights = ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
     kind = (*namespaces, *rights) if os.getuid() == 0 else ("--unshare-all",)
     prefix = Path(sys.base_prefix)
-    # Of folders that others share with it, what is the interpreter's.
+    # In folders that others share, only the interpreter's own parts.
     own = [prefix / "bin", prefix / "lib"] if str(prefix) in ("/usr", "/usr/local") else [prefix]
     binds = list[str]()
     for folder in filter(Path.exists, (*map(Path, _SYSTEM), *own)):
-        # Folders above: bubblewrap would make them so that only root could enter.
+        # The parent folders: bubblewrap would make them so that only root could enter.
         for above in reversed(folder.parents[:-1]):
             binds += ["--perms", "0755", "--dir", str(above)]
         binds += ["--ro-bind", str(folder), str(folder)]
@@ -157,8 +156,8 @@ def _find_isolation() -> tuple[tuple[str, ...], str]:
 
 # AUDIT_ARCH of linux/audit.h by machine.
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# By name: the number on x86_64 and on aarch64, -1 where there is none. These calls make memory that belongs to no
-# process, look into other processes, or widen what an attack can reach.
+# By name: the number on x86_64 and on aarch64, -1 if there is none. These calls make memory that belongs to no process,
+# look into other processes, or widen what an attack can reach.
 _REFUSED_CALLS = {
     "shmget": (29, 194),
     "msgget": (68, 186),
@@ -181,19 +180,19 @@ _REFUSED_CALLS = {
     "inotify_init1": (294, 26),
     "fork": (57, -1),
     "vfork": (58, -1),
-    # Can give a thread descriptors of its own.
+    # It can give a thread descriptors of its own.
     "close_range": (436, 436),
 }
-# The call that starts processes, and threads where it has these flags: of one process, with its descriptors, since the
-# limit on these is each table's. And the newer one, whose flags no filter sees: where that is missing (ENOSYS), the C
-# library takes the older.
+# The call that starts processes, or threads if it has these flags: in the same process, and with its table of
+# descriptors, since their limit is per table. And the newer call, whose flags a filter cannot see: if that is missing
+# (ENOSYS), the C library uses the older one.
 _CLONE, _CLONE_THREAD_FILES = (56, 220), 0x00010000 | 0x00000400
 _CLONE3 = 435
 
 
 def _call_filter() -> bytes:
-    """A seccomp program: system calls of another architecture, `_REFUSED_CALLS` and what starts a process fail with
-    EPERM, others are free.
+    """A seccomp program: system calls of another architecture, `_REFUSED_CALLS` and calls that start a process fail
+    with EPERM; all others are allowed.
 
     An instruction is (code, jump if true, jump if false, constant); see seccomp(2) and linux/bpf_common.h.
     """
@@ -203,8 +202,8 @@ def _call_filter() -> bytes:
     column = list(_ARCHITECTURES).index(platform.machine())
     calls = [numbers[column] for numbers in _REFUSED_CALLS.values() if numbers[column] >= 0]
     count = len(calls)
-    # The number of a call is at 0, the architecture at 4, the first argument at 16. The last three are what the others
-    # lead to.
+    # The number of a call is at 0, the architecture at 4, the first argument at 16. The last three instructions are the
+    # targets of the jumps.
     program = [(load, 0, 0, 4), (equal, 0, count + 8, arch), (load, 0, 0, 0), (at_least, count + 6, 0, 0x40000000)]
     program += [(equal, count - index + 5, 0, call) for index, call in enumerate(calls)]
     program += [(equal, 4, 0, _CLONE3), (equal, 0, 5, _CLONE[column]), (load, 0, 0, 16)]
@@ -223,13 +222,13 @@ def _start(code: str, stdin: str, limits: Limits, wrapper: Sequence[str], errors
         source, entry = _file(files, code.encode(errors="replace")), _file(files, given)
         passed, isolated = [source], list[str]()
         if wrapper:
-            # A copy, since the sandbox reads it to its end, where the process's own input is to begin.
+            # A copy, since bubblewrap reads the file to its end, and the process's own input must begin at the start.
             named, calls = _file(files, given), _file(files, _call_filter())
             passed += [named, calls]
             isolated = [*wrapper, "--perms", "0444", "--ro-bind-data", str(named), "/dev/stdin"]
             isolated += ["--remount-ro", "/", "--chdir", "/", "--seccomp", str(calls), "--"]
         child = [os.path.realpath(sys.executable), "-I", "-S", "-c", _CHILD.read_text()]
-        # The folder is removed when the process has entered it: nothing is left, and nothing can be written there.
+        # The folder is removed once the process has entered it: nothing is left, and nothing can be written there.
         folder = files.enter_context(tempfile.TemporaryDirectory(prefix="penstock-"))
         return subprocess.Popen(
             [*isolated, *child, *map(str, (source, *numbers, int(errors)))],
@@ -244,8 +243,8 @@ def _start(code: str, stdin: str, limits: Limits, wrapper: Sequence[str], errors
 
 
 def _file(files: ExitStack, content: bytes) -> int:
-    """The descriptor of a file without a name, at its begin, for reading alone: one for writing could take the disk
-    (fallocate), whatever the limit on the sizes of files."""
+    """A read-only descriptor of a file without a name, at its beginning. With a writable one the code could fill the
+    disk (fallocate) despite the limit on file sizes."""
     with tempfile.TemporaryFile() as file:
         file.write(content)
         file.flush()
@@ -255,16 +254,16 @@ def _file(files: ExitStack, content: bytes) -> int:
 
 
 def _listen(process: "subprocess.Popen[bytes]", deadline: float, max_output: int) -> tuple[bytes, bool]:
-    """What a process writes until it ends, has written more than `max_output` bytes, or its deadline passes; and
-    whether the deadline has passed."""
+    """(the output of a process until it ends, has written more than `max_output` bytes, or its deadline passes; whether
+    the deadline has passed)."""
     assert process.stdout is not None
-    # The end of the process counts, not that of its output: a child of its own might keep that open.
+    # The end of the process counts, not that of its output: a child of it might keep that open.
     poll, output, closed = select.poll(), b"", False
     poll.register(process.stdout, select.POLLIN)
     while len(output) <= max_output:
         left = max(0.0, deadline - monotonic())
-        # After the clock: what has ended is not late, however long this thread had to wait. It stays a zombie
-        # (WNOWAIT), so that its group's number cannot become another's before the group is killed.
+        # Checked after the clock: a process that has ended is not late, even if this thread had to wait. It stays a
+        # zombie (WNOWAIT), so that its process group's number is not reused before the group is killed.
         ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         heard = not closed and bool(poll.poll(0 if ended else 1000 * min(left, _GLANCE_S)))
         if heard:
@@ -278,7 +277,7 @@ def _listen(process: "subprocess.Popen[bytes]", deadline: float, max_output: int
 
 
 def _end(process: "subprocess.Popen[bytes]") -> int:
-    """Kill all that is left of a process and of its children; returns its exit status."""
+    """Kill what is left of a process and of its children. Return its exit status."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     assert process.stdout is not None
@@ -287,18 +286,18 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
 
 
 def wrapper_of(sandbox: bool, who: str) -> tuple[str, ...]:
-    """The wrapper of a call's code: that of `isolation()`; or, without a sandbox, () with a warning of the run."""
+    """The wrapper of a call's code: that of `isolation()`; without a sandbox () and a warning of the run."""
     if not sandbox:
         text = f"{who}: code that the model writes runs without a sandbox, with your rights"
         warnings.warn(text, NodeWarning, stacklevel=2)
         return ()
-    # The threads of several groups come here at once: one looks for the sandbox, the others wait for what it finds.
+    # Threads of several groups may call this at once: one looks for the sandbox, the others wait for its result.
     with _FIRST_LOOK:
         return isolation()
 
 
 def isolated(call: Call) -> None:
-    """What running a model's code requires: bubblewrap where the run is started, unless it may go without."""
+    """Requirement of running a model's code: bubblewrap on the machine that starts the run, unless sandbox=False."""
     if call.context is not None and call.options.get("sandbox", True):
         try:
             isolation()
@@ -307,6 +306,6 @@ def isolated(call: Call) -> None:
 
 
 def described_isolation() -> tuple[bool, str]:
-    """Whether code runs isolated on this machine, and by what or why not."""
+    """(True if code is isolated on this machine, by what or why not)."""
     _, reason = _find_isolation()
     return not reason, reason or f"bubblewrap ({shutil.which('bwrap')}) isolates code: no network, files, processes"

@@ -1,9 +1,9 @@
-"""The process of a tool: it sets limits, then runs code that a model has written. Never imported.
+"""The process of a tool: it sets limits, then runs code that a model wrote. Never imported.
 
 Started as `python -I -S -c THIS CODE CPU_SECONDS MEMORY_MIB ALARM_SECONDS USER GUARD ERRORS`. CODE is the descriptor of
 a file with the code; standard input is the code's own. USER is the user that root becomes (-1: the process keeps its
-own). GUARD is 1 where no kernel namespace keeps files, network and processes away: then an audit hook refuses them. The
-hook stops accidents, not an attacker. ERRORS is 0 where nobody reads what is written to standard error.
+own). GUARD is 1 if no kernel namespace isolates files, network and processes: then an audit hook refuses them. The
+hook stops accidents, not an attacker. With ERRORS 0 standard error is discarded.
 """
 
 import ast
@@ -18,14 +18,14 @@ REFUSED = ("os.", "socket.", "subprocess.", "shutil.", "ctypes.", "pty.", "resou
 READS = ("open", "os.listdir", "os.scandir")
 MODULES = ("ctypes", "_ctypes", "_posixsubprocess", "multiprocessing")
 DEVICES = ("/dev/stdin", "/dev/null")
-# What the kernel keeps of a thread no other limit counts, and one that is made without the C library needs no memory of
-# its own. This one counts the user's threads: in the sandbox those of the call. Before Linux 5.14 it counts all threads
-# of a user who is not root, and without the sandbox always: there is none there.
+# No other limit counts the kernel's memory of a thread, and a thread made without the C library needs no memory of its
+# own. This limit counts the threads of the user: in the sandbox those of the call. Before Linux 5.14, and always
+# without the sandbox, it would count all threads of a user who is not root; without the sandbox it is not set.
 THREADS = 4096
 
 
 def lower(kind: int, soft: int, hard: int) -> None:
-    """Set a limit of this process, which nothing can raise again; a hard one that is lower already stays."""
+    """Set a limit of this process, which cannot be raised again. A hard limit that is lower already stays."""
     most = resource.getrlimit(kind)[1]
     if most != resource.RLIM_INFINITY:
         soft, hard = min(soft, most), min(hard, most)
@@ -33,7 +33,7 @@ def lower(kind: int, soft: int, hard: int) -> None:
 
 
 def limit(cpu_seconds: int, memory_mib: int, alarm_seconds: int, user: int) -> None:
-    """Hard limits of this process. The alarm ends it even if no process is left that would kill it."""
+    """Set hard limits of this process. The alarm ends it even if no process is left to kill it."""
     size = memory_mib << 20
     for kind, bounds in (
         (resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1)),
@@ -53,8 +53,8 @@ def limit(cpu_seconds: int, memory_mib: int, alarm_seconds: int, user: int) -> N
 
 
 def guard() -> None:
-    """From here on refuse other processes, the network, and all files but the standard library's for reading."""
-    # What `refuse` calls is looked up now: the code could put functions of its own in their places.
+    """From now on refuse other processes, the network, and all files except reading the standard library's."""
+    # Look up now what `refuse` calls: later the code could replace these functions.
     library = os.path.realpath(os.path.dirname(os.__file__)) + os.sep
     realpath, fsdecode = os.path.realpath, os.fsdecode
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -74,7 +74,7 @@ def guard() -> None:
 
 
 def run(code: str) -> int:
-    """Run it as a notebook would: the value of the last line is printed too, if it is an expression."""
+    """Run code as a notebook does: if the last line is an expression, print its value, too. Return an exit status."""
     scope: dict[str, Any] = {"__name__": "__main__"}
     try:
         tree = ast.parse(code, "<call>")
@@ -101,7 +101,7 @@ if __name__ == "__main__":
         _code = _source.read()
     if not _errors:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    # What a program has that is started by itself, and `-S` leaves out.
+    # As in a program that is started normally; `-S` leaves these out.
     sys.argv = [""]
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     limit(_cpu, _memory, _alarm, _user)

@@ -21,8 +21,7 @@ typedef int32_t lanes_vector __attribute__((vector_size(4 * LANES)));
 typedef uint32_t bits_vector __attribute__((vector_size(4 * LANES)));
 
 /* The numbers of a head in vectors: the first two vectors have the even and the odd ones of its first 2 * LANES
-   numbers, and so on. Two adjacent numbers are the halves of a 32-bit lane, and each becomes a float by one operation.
-   */
+   numbers, and so on. Two adjacent numbers are the halves of a 32-bit lane; one operation makes a float of each. */
 static inline void load(vector to[PARTS], const stored *from) {
 #pragma GCC unroll 16
     for (int p = 0; p < PARTS; p += 2) {

@@ -1,15 +1,15 @@
-"""What an update computes on: rollouts with their advantages, cut into minibatches and packed into micro-batches.
+"""The batches of an update: rollouts with their advantages, cut into minibatches and packed into micro-batches.
 
-A batch is cut into minibatches by whole prompt groups, in a keyed order. A minibatch is packed into micro-batches so
-that little is computed on padding: sequences of about one length go together, the longest first, those of equal length
-in the order of the batch; or whole prompt groups, for losses that compare the responses to a prompt. On a CPU they lie
-end to end, the responses to a prompt behind it. What is in which micro-batch is a function of the lengths, and of which
-prompts are equal where these are shared, so that equal rollouts make equal sums to the bit.
+A batch is cut into minibatches by whole prompt groups, in a keyed order. A minibatch is packed into micro-batches with
+little padding: sequences of similar length go together, the longest first, those of equal length in the order of the
+batch; or whole prompt groups, for losses that compare the responses to a prompt. On a CPU sequences are laid end to
+end, and the responses to a prompt share it. The packing is a function of the lengths, and of which prompts are equal if
+they are shared, so that equal rollouts make equal sums to the bit.
 
-Only tokens that a policy sampled (version ≥ 0) are predicted and count in a loss; a token that an environment wrote
-into a conversation is context alone. A sequence's last token predicts nothing and is left out.
+Only tokens that a policy sampled (version ≥ 0) are predicted and count in a loss; an environment's tokens in a
+conversation are only context. A sequence's last token predicts nothing and is left out.
 
-The losses of tokens become the loss of an update as Σ weight · loss over all micro-batches, then one division.
+The loss of an update is Σ weight · loss over the tokens of all micro-batches, then one division.
 
 Shapes: N responses (sequences), S their padded length, T that of responses, R rows (the sequences of a micro-batch), W
 width of a row, P predicted tokens of a micro-batch.
@@ -31,10 +31,10 @@ from penstock.graph.deferred import shape_of
 from penstock.graph.types import Context, Rollouts
 from penstock.nodes.learn.losses import NEEDED
 
-# Micro-batches come in steps of so many rows and columns, so that their shapes come back: for each new one oneDNN
-# compiles all products of a model anew (20 ms on a CPU with AMX, of 100 ms that a micro-batch takes).
+# Rows and columns of micro-batches are multiples of these, so that shapes repeat: for each new shape oneDNN compiles
+# all products of a model again (20 ms on a CPU with AMX, of 100 ms that a micro-batch takes).
 ROWS, WIDTHS = 8, 4
-# And where sequences lie end to end, so many tokens; so do the rows of the head's products on a CPU.
+# The same for tokens of sequences laid end to end, and for rows of the head's products on a CPU.
 STEP = 64
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
@@ -48,12 +48,11 @@ def token_weights(lengths_P: Tensor, *, aggregation: Aggregation) -> Tensor:
 
 
 def normaliser(lengths_N: Tensor, *, aggregation: Aggregation, max_tokens: int | None = None) -> float:
-    """What the weighted sum of an update is divided by.
+    """The divisor of the weighted sum of an update.
 
-    "token_mean": all tokens count alike (DAPO, arXiv 2503.14476, equation 12). "sequence_mean": the mean over
+    "token_mean": all tokens have equal weight (DAPO, arXiv 2503.14476, equation 12). "sequence_mean": the mean over
     responses of the mean over their tokens (GRPO, arXiv 2402.03300, equation 3). "constant": N · `max_tokens`, the
-    longest response that can be, so that no token's weight depends on a length (Dr. GRPO, arXiv 2503.20783,
-    section 3.2).
+    longest possible response, so that no token's weight depends on a length (Dr. GRPO, arXiv 2503.20783, section 3.2).
     """
     if aggregation == "token_mean":
         return float(lengths_N.sum())
@@ -66,15 +65,15 @@ def normaliser(lengths_N: Tensor, *, aggregation: Aggregation, max_tokens: int |
 
 @dataclass(frozen=True)
 class Packed:
-    """One micro-batch. Each row of `tokens_RW` is a sequence, padded with zeros on the right; or there is one row in
-    which they lie end to end, and a prompt that several share lies there once, before their responses. Then
-    `positions_W` are their tokens' positions; `starts_C` and `families_F` say how they lie, as in `causal.attend`, with
-    what fills the row as the last family; `families_F` is None where no prompt is shared.
+    """One micro-batch. Each row of `tokens_RW` is a sequence, padded with zeros on the right; or all sequences are laid
+    end to end in one row, with a shared prompt once before its responses. Then `positions_W` are the tokens' positions,
+    and `starts_C` and `families_F` describe the layout, as in `causal.attend`; the padding of the row is the last
+    family, and `families_F` is None if no prompt is shared.
 
-    `at_P` is the flat index in R × W of the token that predicts `targets_P`; `sequence_P` and `step_P` say which
-    sequence of the batch, and which token of its response, that target is. `temperature_P` (float32) is the
-    temperature that each target was sampled at; None where all are 1. `rollouts` are its sequences, on whatever device,
-    and `row_P` says which of them each target is of.
+    `at_P` is the flat index in R × W of the token that predicts `targets_P`; `sequence_P` is the target's sequence in
+    the batch, `step_P` its token in the response. `temperature_P` (float32) is the temperature that each target was
+    sampled at; None if all are 1. `rollouts` are the micro-batch's sequences, on any device, and `row_P` is the row
+    among them of each target.
     """
 
     tokens_RW: Tensor
@@ -95,8 +94,8 @@ class Packed:
 
 
 class MicroBatches(Sequence[Packed]):
-    """Micro-batches that are made when they are asked for, and kept: a rank makes those that it computes, and reads
-    their rows alone. `sizes` are their tokens, with padding."""
+    """Micro-batches that are made at the first access, and kept: a rank makes only those that it computes, and reads
+    only their rows. `sizes` are their tokens, with padding."""
 
     def __init__(self, make: Callable[[int], Packed], sizes: Sequence[int]) -> None:
         self.sizes = sizes
@@ -125,21 +124,22 @@ def token_counts(items: Sequence[Packed]) -> Sequence[int]:
 
 
 def sampled_mask(rollouts: Rollouts) -> Tensor:
-    """Which tokens of each response the policy sampled, bool [N, T]: no padding, none of an environment's, and none of
-    the prefix that a row goes on from."""
+    """True for tokens that the policy sampled, bool [N, T]: no padding, no tokens of an environment or of the prefix
+    that a row continues."""
     versions_NT: Tensor = rollouts.versions_NT
     steps_T = torch.arange(versions_NT.shape[1], device=versions_NT.device)
     within_NT: Tensor = steps_T < rollouts.response_lengths_N.to(versions_NT.device)[:, None]
     if rollouts.prefix_lengths_N is not None:
         within_NT = within_NT & (steps_T >= rollouts.prefix_lengths_N.to(versions_NT.device)[:, None])
-    # An environment's tokens have no version: no policy chose them.
+    # An environment's tokens have version -1.
     return within_NT & (versions_NT >= 0)
 
 
 def turn_of_tokens(rollouts: Rollouts) -> Tensor:
-    """Which of the model's turns each token of a response is of, int64 [N, T]: 0, 1, …; −1 for what it did not sample.
+    """The number of the model's turn of each token of a response, int64 [N, T]: 0, 1, …; −1 for tokens that the model
+    did not sample.
 
-    Turns are told by the environment's tokens between them.
+    Turns are separated by the environment's tokens.
     """
     sampled_NT = sampled_mask(rollouts)
     before_NT = torch.cat([torch.zeros_like(sampled_NT[:, :1]), sampled_NT[:, :-1]], 1)
@@ -147,13 +147,13 @@ def turn_of_tokens(rollouts: Rollouts) -> Tensor:
 
 
 def group_rows(names: Sequence[Hashable]) -> Tensor:
-    """Which group each row is of, int64 [N]: 0, 1, … in the order in which the groups' names come."""
+    """The number of each row's group, int64 [N]: 0, 1, … in the order of the first rows with each name."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return torch.tensor([numbers[name] for name in names], dtype=torch.long)
 
 
 def sampled_lengths(rollouts: Rollouts) -> Tensor:
-    """Sampled tokens of each response, int64 [N]. Raises ValueError if there is none at all: nothing to learn from."""
+    """The number of sampled tokens of each response, int64 [N]. Raises ValueError if there are none at all."""
     lengths_N: Tensor = rollouts.sampled_N
     if not int(lengths_N.sum()):
         given = f"{len(rollouts)} responses without a sampled token (all versions are -1)"
@@ -162,8 +162,8 @@ def sampled_lengths(rollouts: Rollouts) -> Tensor:
 
 
 def behaviour_logprobs(rollouts: Rollouts, asker: str) -> Tensor:
-    """log μ of each token, float [N, T]; zero where nobody sampled. Raises ValueError, which names the `asker`, for
-    rollouts that lack them, such as data that no policy of this run has generated."""
+    """log μ of each token, float [N, T]; zero for tokens that no policy sampled. Raises ValueError, with the name
+    `asker`, for rollouts without them, such as data that no policy of this run has generated."""
     if rollouts.logprobs_NT is None:
         raise ValueError(f"{asker}: given rollouts without log μ (logprobs_NT is None), needed {NEEDED['behaviour']}")
     logprobs_NT: Tensor = rollouts.logprobs_NT
@@ -189,25 +189,24 @@ def pack(
     end_to_end: bool = False,
 ) -> MicroBatches:
     """Micro-batches of at most `max_tokens` tokens with padding (but at least one row), about equally large, and in
-    steps of ROWS and WIDTHS where they are larger; none is padded to more than `widest` columns. With `end_to_end`
-    there is no padding but to a whole STEP, and responses to one prompt that are in one micro-batch share its tokens.
+    steps of ROWS and WIDTHS if they are larger; none is padded to more than `widest` columns. With `end_to_end` the
+    only padding is to a whole STEP, and responses to one prompt in one micro-batch share its tokens.
 
-    Their number is a multiple of `multiple` where there are sequences enough. They are on `device`, by default that of
-    the tokens. Only tokens that a policy sampled are predicted, each at the temperature that its response was sampled
-    at. A micro-batch in which nothing is predicted is left out: there is nothing to compute, and kernels refuse
-    matrices without a row. With `whole_groups` a micro-batch holds whole prompt groups, at least one, whatever its
-    tokens. Every prompt needs a token: the first one of a response has to be predicted by something. Raises ValueError
-    for an empty prompt.
+    Their number is a multiple of `multiple` if there are enough sequences. They are on `device`, by default that of the
+    tokens. Only tokens that a policy sampled are predicted, each at the temperature of its response. A micro-batch in
+    which nothing is predicted is left out: there is nothing to compute, and kernels refuse matrices without a row. With
+    `whole_groups` a micro-batch holds whole prompt groups, at least one, with any number of tokens. Every prompt needs
+    a token, which predicts the first one of the response. Raises ValueError for an empty prompt.
 
-    What is in which follows from lengths, and with `end_to_end` from which prompts are equal; else tokens are read
-    where they are computed on.
+    The packing follows from lengths, and with `end_to_end` also from equal prompts; otherwise tokens are read only when
+    a micro-batch is made.
     """
-    # Where each token goes is worked out on the CPU, one copy for each micro-batch.
+    # Positions of tokens are computed on the CPU; each micro-batch is copied once.
     sampled_N = rollouts.sampled_N.cpu()
     prompts_N, temperature_N = rollouts.prompt_lengths_N.cpu(), rollouts.temperature_N.float().cpu()
     if bool((prompts_N < 1).any()):
         raise ValueError(f"pack: given an empty prompt in row {int(prompts_N.argmin())}, needed one token")
-    # A prompt is whole even where its response has no token.
+    # A prompt is whole even if its response has no token.
     lengths_N: Tensor = prompts_N + (rollouts.response_lengths_N.cpu() - 1).clamp(min=0)
     units: dict[int, list[int]] = {}
     for row in torch.argsort(lengths_N, descending=True, stable=True).tolist():
@@ -216,17 +215,17 @@ def pack(
     if end_to_end:
         rows = _EndToEnd(lengths_N, prompts_N, _prompt_numbers(rollouts, prompts_N), max_tokens, multiple)
     else:
-        padded = (shape_of(rollouts, "tokens_NS") or [])[1]  # not the tokens themselves, which would be read for it
+        padded = (shape_of(rollouts, "tokens_NS") or [])[1]  # does not load the tokens
         rows = _PaddedRows(lengths_N, padded if widest is None else min(padded, widest), max_tokens, multiple)
-    # A group that no prefix was cut of has no rows.
+    # A group without any prefix has no rows.
     found = rows.shares(list(units.values()), whole_groups) if units else []
     shares = [share for share in found if int(sampled_N[share].sum())]
-    # Most batches are at temperature 1, and are spared a division of all logits.
+    # Most batches are at temperature 1: then no logits are divided.
     same = bool((temperature_N == 1).all())
 
     def make(number: int) -> Packed:
         share, own = shares[number], rollouts.take(shares[number])
-        # Row by row, and in a row step by step: the order in which losses see the tokens of a response.
+        # Row by row, and within a row step by step: the order in which losses get the tokens of a response.
         row_P, step_P = sampled_mask(own).cpu().nonzero(as_tuple=True)
         sequence_P = torch.tensor(share)[row_P]
         tokens_RS, place_P = own.tokens_NS.cpu(), prompts_N[sequence_P] + step_P
@@ -245,11 +244,11 @@ def pack(
 
 
 class _PaddedRows:
-    """Each sequence in a row of its own, those of about one length together.
+    """The packing with each sequence in a row of its own, and sequences of similar length together.
 
     `_PaddedRows` and `_EndToEnd` both say which rows of a batch are in one micro-batch (`shares`), its tokens with
-    padding (`size`), and where its tokens lie (`laid`, fields of `Packed`). Units are what is never cut: a row, or a
-    group, whose first row is its longest; the longest unit comes first.
+    padding (`size`), and where its tokens are (`laid`, fields of `Packed`). A unit is never cut: it is a row, or a
+    group, whose first row is its longest. The longest unit comes first.
     """
 
     def __init__(self, lengths_N: Tensor, widest: int, max_tokens: int, multiple: int) -> None:
@@ -262,7 +261,7 @@ class _PaddedRows:
         return self._equal(units, 1) if len(found) % self.multiple else found
 
     def _equal(self, units: list[list[int]], step: int) -> list[list[int]]:
-        """About equally large ones."""
+        """The rows of each micro-batch, about equally large."""
         most = len(self._split(units, self.max_tokens, step))
         most += -most % self.multiple
 
@@ -274,8 +273,8 @@ class _PaddedRows:
         return self._split(units, 1 + bisect_left(bounds, True, key=few), step)
 
     def _split(self, units: list[list[int]], bound: int, step: int) -> list[list[int]]:
-        """The rows of each micro-batch of at most `bound` tokens, each as wide as its first (longest) unit, by `step`
-        rows where there is room for as many."""
+        """The rows of each micro-batch of at most `bound` tokens. A micro-batch is as wide as its first (longest) unit,
+        and has a multiple of `step` rows if there is room for as many."""
         shares: list[list[int]] = []
         for unit in units:
             if shares and (len(shares[-1]) + len(unit)) * self.widths[shares[-1][0]] <= bound:
@@ -298,8 +297,8 @@ class _PaddedRows:
 
 
 class _EndToEnd:
-    """All sequences in one row, end to end; those with one prompt, a family, behind it. `prompt_of` numbers each row's
-    prompt."""
+    """The packing with all sequences in one row, end to end; those with the same prompt, a family, follow it.
+    `prompt_of` is the number of each row's prompt."""
 
     def __init__(
         self, lengths_N: Tensor, prompts_N: Tensor, prompt_of: list[int], max_tokens: int, multiple: int
@@ -310,7 +309,7 @@ class _EndToEnd:
         self.behind: list[int] = (lengths_N - prompts_N).tolist()
 
     def shares(self, units: list[list[int]], whole_groups: bool) -> list[list[int]]:
-        """Families stay together where that is less work for the busiest worker: large ones make unequal shares."""
+        """Families stay together if that is less work for the busiest worker: large families make unequal shares."""
         if whole_groups:
             found = self._level(units)
         else:
@@ -323,11 +322,11 @@ class _EndToEnd:
         return [[row for family in self._families(rows) for row in family] for rows in found]
 
     def _busiest(self, shares: list[list[int]]) -> int:
-        """The tokens of the worker that has most, where they take turns."""
+        """The tokens of the worker with the most, if workers get the shares in turn."""
         return max(sum(map(self._total, shares[worker :: self.multiple])) for worker in range(self.multiple))
 
     def _total(self, rows: Sequence[int]) -> int:
-        """The tokens of rows that lie end to end."""
+        """The tokens of rows laid end to end."""
         prompts = {self.prompt_of[row]: self.before[row] for row in rows}
         return sum(self.behind[row] for row in rows) + sum(prompts.values())
 
@@ -339,22 +338,21 @@ class _EndToEnd:
         return list(families.values())
 
     def _parts(self, family: list[int], count: int) -> list[list[int]]:
-        """The rows of one prompt, the longest first, in about equal parts: so many, or more where these are too
-        large."""
+        """The rows of one prompt, the longest first, in about equal parts: `count`, or more if those are too large."""
         counts = range(1, len(family))
         fits = bisect_left(counts, True, key=lambda count: self._total(family[::count]) <= self.max_tokens)
         count = max(count, 1 + fits)
         return [family[part::count] for part in range(min(count, len(family)))]
 
     def _level(self, units: list[list[int]]) -> list[list[int]]:
-        """The rows of each micro-batch, as few as hold all tokens: each unit to the smallest yet. A unit that is larger
-        than a micro-batch may be is one by itself."""
+        """The rows of each micro-batch, as few as hold all tokens: each unit goes to the smallest so far. A unit that
+        is too large for a micro-batch is one by itself."""
         sizes = sorted(((self._total(unit), unit) for unit in units), key=lambda each: -each[0])
         large = [unit for size, unit in sizes if size > self.max_tokens]
         others = [(size, unit) for size, unit in sizes if size <= self.max_tokens]
 
         def dealt(count: int) -> tuple[int, list[list[int]]]:
-            """The tokens of the largest of so many, or more for the workers' sake, and the rows of each."""
+            """(tokens of the largest micro-batch, the rows of each) for `count` of them, rounded up for the workers."""
             count = min(count + -(len(large) + count) % self.multiple, len(others))
             smallest = [(0, number) for number in range(count)]
             rows: list[list[int]] = [[] for _ in smallest]
@@ -366,8 +364,8 @@ class _EndToEnd:
 
         if not others:
             return large
-        # Twice as many as their tokens fill are enough: units of over half a micro-batch are fewer than that and get
-        # one each, and any other goes to one that is at most half full.
+        # Twice the number that the tokens fill is enough: units of over half a micro-batch are fewer than that and get
+        # one each, and any other unit goes to one that is at most half full.
         filled = -(-sum(size for size, _ in others) // self.max_tokens)
         counts = range(filled, min(2 * filled, len(others)))
         count = filled + bisect_left(counts, True, key=lambda count: dealt(count)[0] <= self.max_tokens)
@@ -379,17 +377,17 @@ class _EndToEnd:
 
     def laid(self, rows: Sequence[int], tokens_RS: Tensor, row_P: Tensor, place_P: Tensor) -> dict[str, Any]:
         lengths_R, prompts_R, width = self.lengths_N[rows], self.prompts_N[rows], self.size(rows)
-        # The first row with a row's prompt, which it follows.
+        # For each row the first row with the same prompt.
         first = dict[int, int]()
         first_R = torch.tensor([first.setdefault(self.prompt_of[row], at) for at, row in enumerate(rows)])
-        # What a row has of its own: a prompt that lies there already is left out.
+        # A row's own tokens: without a prompt that an earlier row has.
         from_R = torch.where(first_R < torch.arange(len(rows)), prompts_R, 0)
         at_S = torch.arange(tokens_RS.shape[1])
         own_RS = (at_S >= from_R[:, None]) & (at_S < lengths_R[:, None])
         ends_R = (lengths_R - from_R).cumsum(0)
-        begins_R = ends_R - lengths_R  # of its whole sequence, were it there
+        begins_R = ends_R - lengths_R  # of the whole sequence, if its prompt were there, too
         source_P = torch.where(place_P > from_R[row_P], row_P, first_R[row_P])
-        # What fills the row is a sequence by itself, of whatever length at the position that all models have.
+        # The padding is a sequence by itself, all at position 0, which every model has.
         fill = (0, width - int(ends_R[-1]))
         return {
             "tokens_RW": F.pad(tokens_RS[own_RS], fill)[None],
@@ -409,8 +407,8 @@ def _prompt_numbers(rollouts: Rollouts, prompts_N: Tensor) -> list[int]:
 def _segments(
     first: Sequence[int], prompts: Sequence[int], begins: Sequence[int], end: int, filled: int
 ) -> dict[str, Tensor | None]:
-    """`starts_C` and `families_F` of rows that lie end to end: `first` is the first row with the same prompt, which
-    these follow; `begins` is where each has what is its own; the last `filled` tokens up to `end` are of no row."""
+    """`starts_C` and `families_F` of rows laid end to end. `first` is the first row with the same prompt as each row,
+    `begins` where each row's own tokens begin; the last `filled` tokens up to `end` are padding."""
     starts: list[int] = []
     families: list[int] = []
     for row, begin in enumerate(begins):
@@ -433,13 +431,13 @@ def optimizer_steps(
     context: Context, version: int, ordinals: Sequence[int], epochs: int, minibatches: int, term: int = 0
 ) -> list[tuple[int, list[int]]]:
     """(epoch, rows) of each optimizer step of an update, in order. The rows of a minibatch are in the order of the
-    batch; which prompt group is in which is drawn by the run's seed, the version and the epoch.
+    batch; prompt groups are assigned to minibatches by the run's seed, the version and the epoch.
 
-    `ordinals` names the prompt group of each row; rows may be in any order. What is cut is the batch as it is, with the
-    past groups that a buffer has added. Where their number does not divide, some minibatches have one group more than
-    others, which ones is a function of the numbers. `term` is the number of the term of the loss: each cuts its own
-    rows. Those behind the first, 0, may have fewer groups than there are minibatches. Raises ValueError for none, for
-    fewer groups than minibatches of the first, and for less than one epoch.
+    `ordinals` names the prompt group of each row; rows may be in any order. The whole batch is cut, with the past
+    groups that a buffer has added. If the number of groups does not divide, some minibatches have one group more than
+    others; which ones is a function of the numbers. `term` is the number of the term of the loss: each cuts its own
+    rows. Terms after the first, 0, may have fewer groups than there are minibatches. Raises ValueError for a first term
+    without groups or with fewer groups than minibatches, and for less than one epoch.
     """
     groups: dict[int, list[int]] = {}
     for row, ordinal in enumerate(ordinals):
@@ -452,12 +450,12 @@ def optimizer_steps(
     if min(epochs, minibatches) < 1 or (len(groups) < minibatches and not term):
         given = f"epochs={epochs} and minibatches={minibatches} for a batch of {len(groups)} prompt groups"
         raise ValueError(f"{context.node}: given {given}, needed at least 1, and a prompt group for each minibatch")
-    # The first term's key is that of an update without others, so that adding a term does not change its cut.
+    # The first term has the key of an update without other terms, so that adding a term does not change its cut.
     more = (term,) if term else ()
     bounds = [-(-len(groups) * number // minibatches) for number in range(minibatches + 1)]
     steps = []
     for epoch in range(epochs):
-        # Groups are drawn and not rows: a loss may compare the responses to a prompt.
+        # Shuffle groups and not rows: a loss may compare the responses to a prompt.
         order = list(groups)
         random.Random(context.key("minibatches", version, epoch, *more)).shuffle(order)
         for begin, end in pairwise(bounds):

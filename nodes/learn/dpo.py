@@ -21,7 +21,7 @@ from penstock.nodes.reward_model import best_and_worst, dpo_loss, learn_pairs
 
 
 def pairs(call: Call) -> None:
-    """What a best and a worst response require."""
+    """Requirement of pairs of a best and a worst response: several responses to a prompt."""
     if call.samples("rewards") == 1:
         given = "rewards of samples=1, one response to a prompt"
         needed = "2 or more responses to a prompt: the best and the worst make a pair (option samples)"
@@ -45,8 +45,8 @@ def dpo_update(
     """One AdamW step on the DPO loss of each prompt's best and worst response, averaged over the pairs.
 
     DPO (Rafailov et al. 2023, arXiv 2305.18290), equation 7 and the gradient below it. Prompts whose rewards are all
-    equal make no pair. Figures: `pairs`, how many there were; of them, where there are any, `loss`, `margin`, the mean
-    of log π/π_ref (chosen) − log π/π_ref (rejected), in nats, and `preferred`, the share with a margin above 0.
+    equal make no pair. Metrics: `pairs`, their number; and if there are any, `loss`, `margin`, the mean of
+    log π/π_ref (chosen) − log π/π_ref (rejected), in nats, and `preferred`, the share with a margin above 0.
     """
     learner = language_policy(policy)
     best_G, worst_G, weight_G = best_and_worst(rewards.values_N.cpu(), group_rows(rollouts.ordinals))

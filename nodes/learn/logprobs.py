@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens from hidden states, without ever keeping the tokens × vocabulary matrix.
+"""Log-probabilities of given tokens from hidden states, without storing a large tokens × vocabulary matrix.
 
-Where ranks have the vocabulary in parts (`Words`), each computes the logits of its own words alone, and what it says of
-them to the others are four numbers a token: the largest logit, and sums.
+If the vocabulary is sharded over ranks (`Words`), each rank computes only the logits of its own words, and sends four
+numbers per token to the others: the largest logit, and three sums.
 
 Shapes: P predicted tokens, Q the same in whole steps, D hidden width, V vocabulary, W words of a rank, C tokens of one
 chunk.
@@ -29,7 +29,7 @@ def packed_logprobs(model: CausalLM, packed: Packed) -> tuple[Tensor, Tensor]:
     """
     hidden_QD, words = _hidden(model, packed), model.words
     count = len(packed.targets_P)
-    # Targets of what is added are any: it is cut off below, so that it has no gradient.
+    # The padding may have any targets: it is cut off below, so it has no gradient.
     more = (0, len(hidden_QD) - count)
     targets_Q = F.pad(packed.targets_P, more)
     temperature_Q = None if packed.temperature_P is None else F.pad(packed.temperature_P, more, value=1.0)
@@ -45,25 +45,25 @@ def packed_logprobs(model: CausalLM, packed: Packed) -> tuple[Tensor, Tensor]:
 
 
 def _hidden(model: CausalLM, packed: Packed) -> Tensor:
-    """The hidden states that predict the targets, [Q, D]; what fills the last step is that of any token."""
+    """The hidden states that predict the targets, [Q, D], padded to whole steps with that of any token."""
     at_Q = packed.at_P
-    # How many tokens a micro-batch predicts is a new number each time: oneDNN would compile the head's products anew,
-    # and keep them (3.3 million parameters: 5 MB an update).
+    # The number of targets differs in each micro-batch: without padding oneDNN would compile the head's products each
+    # time, and keep them (3.3 million parameters: 5 MB an update).
     if at_Q.device.type == "cpu" and not model.invariant:
         at_Q = F.pad(at_Q, (0, -len(at_Q) % STEP))
     return hidden_states(model, packed)[at_Q]
 
 
 def hidden_states(model: Decoder, packed: Packed) -> Tensor:
-    """Of each token of a micro-batch, [R · W, D]."""
+    """The hidden state of each token of a micro-batch, [R · W, D]."""
     attend = None if packed.starts_C is None else attend_end_to_end(packed.starts_C, packed.families_F)
     hidden_RWD: Tensor = model(packed.tokens_RW, packed.positions_W, attend, route_of(model, packed))
     return hidden_RWD.flatten(0, 1)
 
 
 def packed_distributions(model: CausalLM, packed: Packed) -> Tensor:
-    """log π of every word of the vocabulary before each target, with a gradient, at the target's temperature: float32
-    [P, W], of the words that this rank has. Memory grows with tokens × words.
+    """log π of every word that this rank has, for each target, at the target's temperature, with a gradient: float32
+    [P, W]. Memory grows with tokens × words.
     """
     logits_PW, words = model.own_logits(_hidden(model, packed))[: len(packed.targets_P)].float(), model.words
     if packed.temperature_P is not None:
@@ -76,12 +76,12 @@ def packed_distributions(model: CausalLM, packed: Packed) -> Tensor:
 
 
 def route_of(model: Decoder, packed: Packed) -> Route | None:
-    """How the tokens of a micro-batch go through the experts of a model; None: as its routers say."""
+    """The recorded route of a micro-batch's tokens through a model's experts; None if its routers choose."""
     if not model.replays_routing or packed.rollouts is None or packed.rollouts.experts_NSLK is None:
         return None
     width = packed.tokens_RW.shape[1]
     experts_RWLK = packed.rollouts.experts_NSLK[:, :width]
-    # Rows that were joined may have none, and be longer.
+    # Rows that were joined with others may have no experts, and be longer.
     return replay(F.pad(experts_RWLK, (0, 0, 0, 0, 0, width - experts_RWLK.shape[1])).flatten(0, 1))
 
 
@@ -96,10 +96,9 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """log π of each target (with a gradient) and the entropy of each distribution (without); both float32, nats.
 
-    Logits are divided by `temperature_P` in float32, as a generator does it; None: by 1.
-    Where the logits fit in one chunk autograd keeps them; else they are computed by chunks of tokens and once
-    more in the backward pass, so that memory does not grow with tokens × vocabulary. `by_rows`: as a generator computes
-    them with `--invariant`.
+    Logits are divided by `temperature_P` in float32, as a generator does; None is 1. If the logits fit in one chunk,
+    autograd keeps them. Otherwise they are computed by chunks of tokens, and again in the backward pass, so that memory
+    does not grow with tokens × vocabulary. `by_rows`: as a generator computes them with `--invariant`.
     """
     if not by_rows and hidden_PD.shape[0] * weight_VD.shape[0] <= chunk_elements:
         logprobs_PV = torch.log_softmax(_logits(hidden_PD, weight_VD, temperature_P), dim=-1)
@@ -112,7 +111,7 @@ def token_logprobs(
 
 
 class _Chunked(torch.autograd.Function):
-    """The same by chunks: forward keeps log-probabilities only, backward computes each chunk's logits again."""
+    """`token_logprobs` by chunks: forward keeps only log-probabilities, backward computes each chunk's logits again."""
 
     @staticmethod
     def forward(
@@ -133,11 +132,11 @@ class _Chunked(torch.autograd.Function):
                 logprobs_CV = torch.log_softmax(_logits(hidden_PD[rows], weight_VD, temperature_C), dim=-1)
             logprobs.append(_gather(logprobs_CV, targets_P[rows]))
             entropies.append(_entropy(logprobs_CV))
-            del logprobs_CV  # before the next chunk's are there
+            del logprobs_CV  # before those of the next chunk
         ctx.save_for_backward(hidden_PD, weight_VD, targets_P, temperature_P)
         ctx.size = size
         entropy_P = torch.cat(entropies)
-        # Entropy is a metric; a loss of it would need the logits that are not kept.
+        # Entropy is only a metric: its gradient would need the logits, which are not kept.
         ctx.mark_non_differentiable(entropy_P)
         return torch.cat(logprobs), entropy_P
 
@@ -155,11 +154,11 @@ def logprobs_over_ranks(
     *,
     chunk_elements: int = LOGIT_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
-    """The same of a vocabulary in parts, equal on all ranks; `weight_WD` are this rank's rows of the head. The gradient
-    of `hidden_PD` is this rank's summand.
+    """As `token_logprobs`, for a vocabulary sharded over ranks; results are equal on all ranks. `weight_WD` are this
+    rank's rows of the head. The gradient of `hidden_PD` is this rank's summand.
 
-    Always by chunks of tokens, whose logits the backward pass computes again. However many there are, the ranks
-    exchange twice: the largest logit of each token, then its sums.
+    Always by chunks of tokens, whose logits the backward pass computes again. For any number of chunks there are two
+    exchanges between ranks: the largest logit of each token, then its sums.
     """
     size = max(1, chunk_elements // weight_WD.shape[0])
     given = hidden_PD, weight_WD, targets_P, temperature_P, size, words
@@ -182,7 +181,7 @@ class _OverRanks(torch.autograd.Function):
         words: Words,
     ) -> tuple[Tensor, Tensor]:
         rows_P, here_P = words.index(targets_P)
-        # Of this rank's words: the largest logit, Σ exp(l − m), Σ exp(l − m) · (l − m), and the target's logit or 0.
+        # For this rank's words: the largest logit, Σ exp(l − m), Σ exp(l − m) · (l − m), and the target's logit or 0.
         own_4P = torch.empty(4, len(targets_P), device=hidden_PD.device)
         for rows in _chunks(len(targets_P), size):
             temperature_C = None if temperature_P is None else temperature_P[rows]
@@ -195,7 +194,7 @@ class _OverRanks(torch.autograd.Function):
             own_4P[2, rows] = weight_CW.mul_(below_CW).sum(-1)
             del logits_CW, below_CW, weight_CW
         largest_P, sums_3P = words.max(own_4P[0]), own_4P[1:]
-        # From below this rank's largest logit to below that of all.
+        # From relative to this rank's largest logit to relative to that of all ranks.
         lower_P = own_4P[0] - largest_P
         sums_3P[1] = lower_P.exp() * (sums_3P[1] + lower_P * sums_3P[0])
         sums_3P[0] *= lower_P.exp()
@@ -220,13 +219,13 @@ def _gradients(
     """The gradients of hidden states and of the head, and None for the other four inputs, by chunks of tokens whose
     logits are computed again: ∂ log π(y) / ∂ logit_v = (1[v = y] − π(v)) / T.
 
-    `probabilities` makes π of the logits of some tokens; `here_P`: which targets are among this rank's words, None
-    if all are.
+    `probabilities` computes π from the logits of some tokens. `here_P` is True for targets among this rank's words;
+    None if all are.
     """
     hidden_PD, weight_VD, targets_P, temperature_P, *_ = ctx.saved_tensors
     grad_hidden_PD = torch.empty_like(hidden_PD)
     grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-    # Of a logit, and not of a logit over its temperature.
+    # The gradient with respect to a logit before the division by its temperature.
     grad_P = grad_P if temperature_P is None else grad_P / temperature_P
     grad_target_P = grad_P if here_P is None else grad_P * here_P
     for rows in _chunks(len(targets_P), ctx.size):
@@ -234,12 +233,12 @@ def _gradients(
         grad_CV = probabilities(_logits(hidden_PD[rows], weight_VD, temperature_C), rows)
         grad_CV.mul_(-grad_P[rows, None])
         grad_CV.scatter_add_(1, targets_P[rows, None], grad_target_P[rows, None])
-        # Products in the weights' own type, as autograd's; their sum over chunks is in float32.
+        # Products in the weights' dtype, as in autograd; their sum over chunks is in float32.
         grad_CV = grad_CV.to(weight_VD.dtype)
         grad_hidden_PD[rows] = grad_CV @ weight_VD
         if grad_weight_VD is not None:
             grad_weight_VD += grad_CV.T @ hidden_PD[rows]
-        del grad_CV  # before the next chunk's logits are there
+        del grad_CV  # before the logits of the next chunk
     grad_weight_VD = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
     return grad_hidden_PD, grad_weight_VD, None, None, None, None
 
@@ -258,5 +257,5 @@ def _gather(logprobs_CV: Tensor, targets_C: Tensor) -> Tensor:
 
 
 def _entropy(logprobs_CV: Tensor) -> Tensor:
-    # In place: of a chunk there are no more than two matrices at once.
+    # In place: a chunk has at most two matrices in memory at once.
     return -logprobs_CV.exp().mul_(logprobs_CV).sum(-1)

@@ -1,12 +1,12 @@
-"""What policies learn by: losses of single tokens for `policy_update`, and what a loss is made of.
+"""Losses of single tokens for `policy_update`, and the parts that they are made of.
 
     policy_update(policy, rollouts, advantage, loss=partial(gspo, clip_low=3e-4, clip_high=4e-4))
 
-A loss is a function of log π and of `Sampled`, the tokens that it is for. It returns a number for each token and does
-not average (see `batching.normaliser`). One of your own is such a function in your own file. What it cannot do without,
-`@requires(reads(…))` says, so that it is told before a run starts.
+A loss is a function of log π and of `Sampled`, its tokens. It returns a number for each token and does not average (see
+`batching.normaliser`). Your own loss is such a function in your own file. Declare the inputs that it needs with
+`@requires(reads(…))`, so that a missing one is reported before a run starts.
 
-Below the losses are the parts that they are made of: importance weights, divergences, and sums over responses.
+Below the losses are their parts: importance weights, divergences, and sums over responses.
 
 Shapes: P sampled tokens of N responses, one response after the other; `sequence_P` (int64) says which response each
 belongs to. V words of the vocabulary, S segments.
@@ -41,18 +41,18 @@ NEEDED: Mapping[Other, str] = {
 class Sampled:
     """The sampled tokens of a micro-batch, as a loss gets them. Nothing here has a gradient.
 
-    Tokens that nobody sampled, such as an environment's reply, are left out. A micro-batch holds whole responses, so
+    Tokens that no policy sampled, such as an environment's reply, are left out. A micro-batch holds whole responses, so
     a sum over `sequence_P` (see `segment_sum`) is a sum over responses. With `@requires(reads("group"))` above the loss
-    it holds whole prompt groups too, and `group_P` and `group_N` name them.
+    it also holds whole prompt groups, which `group_P` and `group_N` number.
 
     Attributes:
         advantages_P: the advantage of each token (its response's, unless there is one per token), float [P].
         lengths_P: sampled tokens of each token's response, int64 [P].
         versions_P: version of the weights that sampled each token, int64 [P].
         sequence_P: the row of each token's response in the batch, int64 [P].
-        given: log-probabilities (nats) of the same tokens under other policies, by name; the properties name them.
+        given: log-probabilities (nats) of the same tokens under other policies, by name: see the properties below.
         replayed_P: tokens that an earlier update has learnt from, bool [P]; None without a buffer.
-        whole_groups_N: the prompt group of each row; None where a micro-batch may cut groups.
+        whole_groups_N: the prompt group of each row; None if a micro-batch may cut groups.
     """
 
     advantages_P: Tensor
@@ -65,7 +65,7 @@ class Sampled:
 
     @property
     def group_N(self) -> Tensor:
-        """The prompt group of each row of the batch. ValueError where micro-batches may cut groups."""
+        """The prompt group of each row of the batch. Raises ValueError if micro-batches may cut groups."""
         if self.whole_groups_N is None:
             raise ValueError('loss: given micro-batches that may cut groups, needed @requires(reads("group")) above it')
         return self.whole_groups_N
@@ -77,7 +77,7 @@ class Sampled:
 
     @property
     def behaviour_P(self) -> Tensor:
-        """log μ: of the policy that sampled the tokens. ValueError where it was not recorded, as all of these."""
+        """log μ: of the policy that sampled the tokens. As the next two, it raises ValueError if it is not given."""
         return self._given("behaviour")
 
     @property
@@ -98,14 +98,14 @@ class Sampled:
 
 
 LossAndClipped = tuple[Tensor, Tensor]
-# (log π of the sampled tokens [P] with a gradient, what is known of them) → the loss of each [P]; or that and, for the
-# metrics, whether its ratio was clipped (bool [P]). Threads call it at the same time: it changes nothing.
+# (log π of the sampled tokens [P] with a gradient, the tokens) → the loss of each [P]; or that and, for the metrics,
+# whether its ratio was clipped (bool [P]). Threads call it at the same time, so it must not change anything.
 Loss = Callable[[Tensor, Sampled], Tensor | LossAndClipped]
 
 
 def reads(*names: Other | Literal["group"]) -> Callable[[Call], None]:
-    """What a loss requires of the update that it is given to, where it cannot do without these log-probabilities, or
-    without whole prompt groups ("group"):
+    """Requirement of a loss: the log-probabilities with these names as inputs of its update, or micro-batches of whole
+    prompt groups ("group"):
 
     @requires(reads("behaviour", "proximal"))
     def tis(logprobs_P: Tensor, sampled: Sampled) -> Tensor: ...
@@ -126,7 +126,7 @@ def reads(*names: Other | Literal["group"]) -> Callable[[Call], None]:
 
 
 def reads_groups(loss: Callable[..., object]) -> bool:
-    """Whether a loss, or a function that is bound to it, says that it reads whole prompt groups."""
+    """True if a loss, or a function that is bound to it, declares that it reads whole prompt groups."""
     bound_to_it: list[Callable[..., object]] = []
     while isinstance(loss, partial):
         bound_to_it += (option for option in loss.keywords.values() if callable(option))
@@ -136,12 +136,12 @@ def reads_groups(loss: Callable[..., object]) -> bool:
 
 
 def reinforce(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
-    """−A · log π, whatever policy sampled: Williams 1992, "Simple statistical gradient-following algorithms"."""
+    """−A · log π, for any policy that sampled: Williams 1992, "Simple statistical gradient-following algorithms"."""
     return -sampled.advantages_P * logprobs_P
 
 
 def imitate(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
-    """−log π: cross-entropy to the responses, whatever their advantage; of demonstrations, or of one's own best."""
+    """−log π: the cross-entropy of the responses, such as demonstrations or the best samples; ignores advantages."""
     return -logprobs_P
 
 
@@ -149,23 +149,23 @@ def imitate(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
 def aipo(logprobs_P: Tensor, sampled: Sampled, *, rho: float = 4.0) -> LossAndClipped:
     """−sg(min(r, ρ)) · A · log π, so that the gradient of the sum is −Σ_t min(r_t, ρ) · A · ∇ log π.
 
-    LlamaRL (Wu et al. 2025, arXiv 2505.24034), section 6. A token counts as clipped where r > ρ.
+    LlamaRL (Wu et al. 2025, arXiv 2505.24034), section 6. A token counts as clipped if r > ρ.
     """
     ratio_P = ratio(logprobs_P, sampled.behaviour_P)
-    # A constant weight: through min(r, ρ) · A instead, the gradient would vanish wherever r > ρ.
+    # A constant weight: with min(r, ρ) · A instead, the gradient would vanish wherever r > ρ.
     weight_P = ratio_P.clamp(max=rho).detach()
     return -weight_P * sampled.advantages_P * logprobs_P, ratio_P > rho
 
 
 @requires(reads("behaviour"), bound("clip_low", "clip_high"))
 def cispo(logprobs_P: Tensor, sampled: Sampled, *, clip_high: float = 4.0, clip_low: float = 1.0) -> LossAndClipped:
-    """−sg(clip(r, 1 − ε_low, 1 + ε_high)) · A · log π: no token loses its gradient, whatever its ratio.
+    """−sg(clip(r, 1 − ε_low, 1 + ε_high)) · A · log π: no token loses its gradient, for any ratio.
 
     CISPO (MiniMax-M1, arXiv 2506.13585), equations 4 and 5. The paper sets no lower bound, which is ε_low = 1.
     """
     ratio_P = ratio(logprobs_P, sampled.behaviour_P)
     low, high = 1 - clip_low, 1 + clip_high
-    # Without a gradient of its own, so that a token beyond the bounds still moves its log π.
+    # The weight has no gradient, so that a token beyond the bounds still changes its log π.
     weight_P = ratio_P.clamp(low, high).detach()
     return -weight_P * sampled.advantages_P * logprobs_P, (ratio_P < low) | (ratio_P > high)
 
@@ -189,7 +189,7 @@ def ppo(
     loss_P, clipped_P = _clipped(ratio_P, advantages_P, clip_low, clip_high)
     if dual_clip is None:
         return loss_P, clipped_P
-    # PPO's minimum has no bound below where a bad response has become much likelier.
+    # PPO's minimum is unbounded if a bad response has become much likelier.
     bounded_P = torch.where(advantages_P < 0, torch.minimum(loss_P, -dual_clip * advantages_P), loss_P)
     return bounded_P, clipped_P | ((advantages_P < 0) & (ratio_P > dual_clip))
 
@@ -203,7 +203,7 @@ def gspo(logprobs_P: Tensor, sampled: Sampled, *, clip_low: float = 3e-4, clip_h
     and gradient. The defaults are the paper's, section 5.1.
     """
     log_ratios_P = segment_mean((logprobs_P - sampled.behaviour_P).detach(), sampled.sequence_P)[sampled.sequence_P]
-    # The value is the response's ratio, the gradient that of the token alone.
+    # The value is the response's ratio, the gradient is the token's.
     ratio_P = torch.exp(log_ratios_P + (logprobs_P - logprobs_P.detach()))
     return _clipped(ratio_P, sampled.advantages_P, clip_low, clip_high)
 
@@ -212,7 +212,7 @@ def gspo(logprobs_P: Tensor, sampled: Sampled, *, clip_low: float = 3e-4, clip_h
 def decoupled_ppo(
     logprobs_P: Tensor, sampled: Sampled, *, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> LossAndClipped:
-    """sg(π_old / μ) times PPO's clip centred on π_old, a policy newer than the one that sampled. Needs `proximal`.
+    """sg(π_old / μ) times PPO's clip centred on π_old, which is newer than the policy that sampled. Needs `proximal`.
 
     AReaL (Fu et al. 2025, arXiv 2505.24298), equation 5, after Hilton et al. 2021, arXiv 2110.00641.
     """
@@ -223,10 +223,11 @@ def decoupled_ppo(
 def tis(
     logprobs_P: Tensor, sampled: Sampled, *, cap: float = 2.0, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> LossAndClipped:
-    """sg(min(π_old / μ, C)) times PPO's clip centred on π_old, by the trainer; μ is by the generator. Needs `proximal`.
+    """sg(min(π_old / μ, C)) times PPO's clip centred on π_old. The trainer computes π_old, the generator μ. Needs
+    `proximal`.
 
     Truncated importance sampling: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
-    (2025). What counts as clipped is either: a weight above C, or a ratio beyond PPO's bounds.
+    (2025). A token counts as clipped if its weight is above C or its ratio is beyond PPO's bounds.
     """
     ratio_P = ratio(logprobs_P, sampled.proximal_P)
     loss_P, clipped_P = _clipped(ratio_P, sampled.advantages_P, clip_low, clip_high)
@@ -256,15 +257,15 @@ def importance_weighted(
 
 
 def _clipped(ratio_P: Tensor, advantages_P: Tensor, clip_low: float, clip_high: float) -> LossAndClipped:
-    """PPO's −min(r · A, clip(r, 1 − ε_low, 1 + ε_high) · A), and where the minimum takes the clipped side, so that a
-    token has no gradient."""
+    """(PPO's −min(r · A, clip(r, 1 − ε_low, 1 + ε_high) · A), True for tokens of which the minimum is the clipped side,
+    so that they have no gradient)."""
     low, high = 1 - clip_low, 1 + clip_high
     loss_P = -torch.minimum(ratio_P * advantages_P, ratio_P.clamp(low, high) * advantages_P)
     return loss_P, ((advantages_P > 0) & (ratio_P > high)) | ((advantages_P < 0) & (ratio_P < low))
 
 
 def ratio(logprobs_P: Tensor, other_P: Tensor) -> Tensor:
-    """π / π_other of each token, with a gradient through π alone."""
+    """π / π_other of each token, with a gradient only through π."""
     return torch.exp(logprobs_P - other_P.detach())
 
 
@@ -281,8 +282,8 @@ def importance_weights(
     """The weight w = π / μ of each token, bounded, without a gradient.
 
     On `level` "token" w is the token's own ratio, on "sequence" the product of the ratios of its response, the same
-    for all its tokens. `bound` "truncate" moves w into [floor, cap]; "mask" makes it 0 outside. `target_P` are the
-    log-probabilities of the policy that is meant.
+    for all its tokens. `bound` "truncate" clamps w to [floor, cap]; "mask" makes it 0 outside. `target_P` are the
+    log-probabilities under π.
 
     Truncated by token: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025);
     masked by token, both sides: IcePop (Ling team, arXiv 2510.18855); by sequence, both ways: Liu et al., "When Speed
@@ -315,9 +316,9 @@ def kl_estimate(logprobs_P: Tensor, reference_P: Tensor, *, estimator: Estimator
     """KL(π ‖ π_ref) from tokens sampled with π, by an estimator of Schulman, "Approximating KL divergence" (2020).
 
     With q = π_ref / π: k1 = −log q, unbiased; k2 = (log q)² / 2, biased; k3 = q − 1 − log q, unbiased, never negative.
-    As a term of a loss each does something else, since its gradient does not follow the sampling: the mean gradient of
-    k1 is zero, that of k2 is the gradient of KL(π ‖ π_ref), and that of k3 is the gradient of KL(π_ref ‖ π). GRPO
-    (Shao et al. 2024, arXiv 2402.03300, equations 3 and 4) adds k3.
+    As terms of a loss they differ, since the gradient does not go through the sampling: the mean gradient of k1 is
+    zero, that of k2 is the gradient of KL(π ‖ π_ref), and that of k3 is the gradient of KL(π_ref ‖ π). GRPO (Shao et
+    al. 2024, arXiv 2402.03300, equations 3 and 4) adds k3.
     """
     log_q_P = reference_P - logprobs_P
     if estimator == "k1":
@@ -336,32 +337,32 @@ def reverse_kl(logprobs_PV: Tensor, teacher_PV: Tensor) -> Tensor:
     return (logprobs_PV.exp() * (logprobs_PV - teacher_PV)).sum(-1)
 
 
-# Sums over rows that belong together: the tokens of a response, the responses to a prompt. `segment_P` (int64) says
-# which segment each row belongs to, 0 to S − 1, in any order. S is `num_segments`, or what the largest index needs.
+# Reductions over segments of rows, such as the tokens of a response or the responses to a prompt. `segment_P` (int64)
+# is the segment of each row, 0 to S − 1, in any order. S is `num_segments`, or one more than the largest segment.
 
 
 def segment_lengths(segment_P: Tensor, num_segments: int = 0) -> Tensor:
-    """Rows of each segment, int64 [S]."""
+    """The number of rows of each segment, int64 [S]."""
     return torch.bincount(segment_P, minlength=num_segments)
 
 
 def segment_sum(values_P: Tensor, segment_P: Tensor, num_segments: int = 0) -> Tensor:
-    """Sum of each segment [S]; 0 where it has no row."""
+    """Sum of each segment [S]; 0 if it has no row."""
     return _reduce(values_P, segment_P, num_segments, "sum")
 
 
 def segment_mean(values_P: Tensor, segment_P: Tensor, num_segments: int = 0) -> Tensor:
-    """Mean of each segment [S]; 0 where it has no row."""
+    """Mean of each segment [S]; 0 if it has no row."""
     lengths_S = segment_lengths(segment_P, num_segments)
     return segment_sum(values_P, segment_P, num_segments) / lengths_S.clamp(min=1)
 
 
 def segment_max(values_P: Tensor, segment_P: Tensor, num_segments: int = 0) -> Tensor:
-    """Largest value of each segment [S]; −∞ where it has no row."""
+    """Largest value of each segment [S]; −∞ if it has no row."""
     return _reduce(values_P, segment_P, num_segments, "max")
 
 
 def _reduce(values_P: Tensor, segment_P: Tensor, num_segments: int, reduction: str) -> Tensor:
-    # index_add_ adds in no fixed order on a GPU; sorted rows are added in theirs, so equal rows make equal bits
+    # index_add_ adds in no fixed order on a GPU; sorted rows are added in order, so equal rows make equal bits
     order_P = torch.argsort(segment_P, stable=True)
     return torch.segment_reduce(values_P[order_P], reduction, lengths=segment_lengths(segment_P, num_segments))

@@ -2,10 +2,10 @@
 
     policy_update(policy, rollouts, advantage, loss=ppo, lr=partial(cosine, peak=1e-5, warmup=20), weight_decay=0.01)
 
-A schedule of your own is a function like `cosine` at the top of your own file. An update calls it with the number of
-updates before it (0, 1, …) and the updates of the whole run (`--updates`), so that a resumed run goes on where it was.
-Its own options are bound with functools.partial. The run's `--lr-warmup` and `--lr-decay` change numbers, and the
-schedules that stand here.
+Your own schedule is a function like `cosine` at the top of your own file. An update calls it with the number of updates
+before it (0, 1, …) and the updates of the whole run (`--updates`), so that a resumed run continues at the same rate.
+Bind its own options with functools.partial. The run's `--lr-warmup` and `--lr-decay` change numbers and the schedules
+of this file.
 """
 
 import functools
@@ -32,9 +32,9 @@ Schedule = Callable[[int, int], float]
 class AdamW:
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), with the bits of `torch.optim.AdamW(fused=True)`.
 
-    `state` has, of each parameter that a step has changed, its moments `exp_avg` and `exp_avg_sq`, of its shape, and
-    the number of its steps, `step`. All parameters are float32 and on one device. torch's own class imports its
-    compiler when it is made and steps, which takes a second of a run's start and 100 MB.
+    For each parameter that a step has changed, `state` has its moments `exp_avg` and `exp_avg_sq`, of its shape, and
+    the number of its steps, `step`. All parameters are float32 and on one device. torch's own class imports torch's
+    compiler, which takes a second of a run's start and 100 MB.
     """
 
     EPSILON = 1e-8
@@ -46,8 +46,8 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Change those of the parameters, by default of all, that have a gradient. Threads may change different ones
-        at the same time."""
+        """Update those of `parameters`, by default of all, that have a gradient. Threads may update different
+        parameters at the same time."""
         parameters = self.parameters if parameters is None else parameters
         changed = [parameter for parameter in parameters if parameter.grad is not None]
         if not changed:
@@ -85,11 +85,11 @@ class AdamW:
 
 
 class UpdateOptions(TypedDict, total=False):
-    """Options of every update by AdamW, beside its learning rate `lr`, a number or a schedule.
+    """Options of every update by AdamW, besides its learning rate `lr`, a number or a schedule.
 
     `clip_norm` bounds the 2-norm of each step's gradient, by default 1. `betas` are AdamW's decay rates of the two
-    moments, by default 0.9 and 0.95, `weight_decay` its decoupled weight decay, by default 0. `micro_tokens` bounds the
-    tokens of a micro-batch, padding included; None, the default, is what suits the device.
+    moments, by default 0.9 and 0.95, `weight_decay` is its decoupled weight decay, by default 0. `micro_tokens` bounds
+    the tokens of a micro-batch, padding included; None, the default, chooses by the device.
     """
 
     clip_norm: float
@@ -102,9 +102,9 @@ DEFAULTS = UpdateOptions(clip_norm=1.0, betas=(0.9, 0.95), weight_decay=0.0, mic
 
 
 def update_options(**changed: Unpack[UpdateOptions]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Give an update the options of `UpdateOptions`, in place of its parameter `**options`, with what they require.
+    """Give an update the options of `UpdateOptions`, with their requirements, in place of its parameter `**options`.
 
-    `changed` are defaults of its own. It stands below `@node`, which reads the options from the signature:
+    `changed` are defaults of its own. Write it below `@node`, which reads the options from the signature:
 
         @node(pool="trainer", clock="update")
         @update_options(weight_decay=0.01)
@@ -136,14 +136,14 @@ def update_options(**changed: Unpack[UpdateOptions]) -> Callable[[Callable[P, R]
 
 
 def learning_rate(call: Call) -> None:
-    """Of the option `lr`: a number, or a schedule whose own options are bound."""
+    """Requirement of the option `lr`: a number, or a schedule whose own options are bound."""
     given = call.options.get("lr")
     if given is None or not names_function(given):
         call.numbers("a finite number of at least 0, or a schedule", lambda number: 0 <= number < math.inf, "lr")
         return
     schedule, bound = imported(given["path"]), given.get("options", {})
     parameters = inspect.signature(schedule).parameters.values() if callable(schedule) else ()
-    # An option without a default would be missed only in the first update, after the first batch.
+    # Otherwise a missing option would be noticed only in the first update, after the first batch.
     free = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in bound]
     if free:
         name = short(given["path"])
@@ -161,7 +161,7 @@ def learning_rate(call: Call) -> None:
 
 
 def betas(call: Call) -> None:
-    """Of the option `betas`: two numbers from 0 to below 1."""
+    """Requirement of the option `betas`: two numbers from 0 to below 1."""
     given = call.options.get("betas")
     fit = isinstance(given, list) and len(given) == 2 and all(type(b) in (int, float) and 0 <= b < 1 for b in given)
     if given is not None and not fit:
@@ -170,7 +170,7 @@ def betas(call: Call) -> None:
 
 @requires(not_negative("peak", "final"), count(0, "warmup"))
 def cosine(update: int, updates: int, *, peak: float, warmup: int = 0, final: float = 0.0) -> float:
-    """A line up over `warmup` updates to `peak`, times half a cosine from 1 down to the share `final` at the run's end.
+    """A linear warm-up over `warmup` updates to `peak`, times half a cosine from 1 to the share `final` at the end.
 
     The cosine of Loshchilov and Hutter 2016 (arXiv 1608.03983), equation 5, without restarts.
     """
@@ -180,20 +180,20 @@ def cosine(update: int, updates: int, *, peak: float, warmup: int = 0, final: fl
 
 @requires(not_negative("peak", "final"), count(0, "warmup"))
 def linear(update: int, updates: int, *, peak: float, warmup: int = 0, final: float = 0.0) -> float:
-    """A line up over `warmup` updates to `peak`, times a line from 1 down to the share `final` at the run's end.
+    """A linear warm-up over `warmup` updates to `peak`, times a line from 1 to the share `final` at the run's end.
 
-    `final=1.0` stays at the peak: a warm-up alone.
+    `final=1.0` stays at the peak: only a warm-up.
     """
     fall = 1 - min(1.0, update / max(1, updates))
     return peak * (_rise(update, warmup) * (final + (1 - final) * fall))
 
 
 SHAPES = linear, cosine
-"""What `scheduled` can change."""
+"""The schedules that `scheduled` can change."""
 
 
 def scheduled(lr: float | Schedule, warmup: int, decay: str) -> float | Schedule:
-    """A number or one of `SHAPES` as `--lr-warmup` and `--lr-decay` change it; 0 and "" leave it alone."""
+    """A number or one of `SHAPES` with the changes of `--lr-warmup` and `--lr-decay`; 0 and "" change nothing."""
     if not (warmup or decay):
         return lr
     bound = dict(lr.keywords) if isinstance(lr, functools.partial) else {"peak": lr, "final": 1.0}
@@ -205,6 +205,6 @@ def scheduled(lr: float | Schedule, warmup: int, decay: str) -> float | Schedule
 
 
 def _rise(update: int, warmup: int) -> float:
-    """The share of the peak that update 0, 1, … has on the way up; 1 from update `warmup` on."""
-    # The first update has a share above 0: a rate of 0 would make its batch useless.
+    """The share of the peak at update 0, 1, … of a warm-up; 1 from update `warmup` on."""
+    # Above 0 for the first update: with a rate of 0 its batch would be useless.
     return min(1.0, (update + 1) / (warmup + 1))

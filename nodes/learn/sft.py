@@ -1,4 +1,4 @@
-"""Imitation of demonstrations, which makes the base model that RL starts from; and demonstrations as rollouts."""
+"""Imitation of demonstrations, to make the base model that RL starts from; and demonstrations as rollouts."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -38,7 +38,7 @@ def sft_update(
     The learning rate rises over `warmup` updates to `lr`, and falls along a cosine to `final` · `lr` at the run's end.
     """
     rollouts = demonstrated.fn(policy, demonstrations)
-    worth = Advantages(torch.ones(len(rollouts)))  # which imitation does not read
+    worth = Advantages(torch.ones(len(rollouts)))  # imitation does not read it
     schedule = partial(cosine, peak=lr, warmup=warmup, final=final)
     policy, metrics = policy_update.fn(policy, rollouts, worth, loss=imitate, lr=schedule, **options)
     return policy, {name: metrics[name] for name in ("loss", "lr", "grad_norm", "tokens")}
@@ -53,12 +53,12 @@ def rollouts_of(
     answers: Sequence[str] | None = None,
     limit: int | None = None,
 ) -> Rollouts:
-    """Texts and what follows each as rollouts that no policy sampled: version 0, and no μ (`logprobs_NT` is None).
+    """Texts and the response to each as rollouts that no policy sampled: version 0, and no μ (`logprobs_NT` is None).
 
-    `tokenizer` is that of the policy that is to learn from them: `language_model(policy).tokenizer` in a node that
-    reads the policy, `run_spec(context).tokenizer` (`nodes.open_model`) in the `init` of a node with state. Each
-    response ends with an end token. Rows of one prompt group have one of the `ordinals`; without, each row is a group
-    of its own. Raises ValueError for a row of more than `limit` tokens, and for lists of different lengths.
+    `tokenizer` is that of the policy that learns from them: `language_model(policy).tokenizer` in a node that reads the
+    policy, `run_spec(context).tokenizer` (`nodes.open_model`) in the `init` of a node with state. Each response ends
+    with an end token. Rows of one prompt group have the same of `ordinals`; without ordinals, each row is a group of
+    its own. Raises ValueError for a row of more than `limit` tokens, and for lists of different lengths.
     """
     for name, each in (("responses", responses), ("ordinals", ordinals), ("answers", answers)):
         if each is not None and len(each) != len(texts):
@@ -86,9 +86,9 @@ def rollouts_of(
 @requires(fits)
 @node(pool="trainer", clock="update")
 def demonstrated(policy: Policy, demonstrations: Demonstrations) -> Rollouts:
-    """Demonstrations as rollouts, by the tokenizer of the policy that is to learn from them (see `rollouts_of`).
+    """Demonstrations as rollouts, with the tokenizer of the policy that learns from them (see `rollouts_of`).
 
-    Raises ValueError for one that is longer than the model's context.
+    Raises ValueError for a demonstration that is longer than the model's context.
     """
     model = language_model(policy)
     limit = model.model.config.max_position_embeddings

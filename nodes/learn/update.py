@@ -1,10 +1,10 @@
-"""One update of a policy: rollouts in, the next version out, with the metrics that say whether it went well.
+"""One update of a policy: rollouts in, the next version out, with metrics.
 
 Sums first, the normaliser last: each micro-batch adds the gradient of its weighted sum of token losses, and the total
 is divided once per optimizer step. Equal rollouts make equal weights, to the bit for the same number of threads.
 
-In order: what is checked of calls, the nodes `policy_update`, `term` and `aipo_update`, and the metrics, which are sums
-over tokens until the end.
+In order: the requirements of calls, the nodes `policy_update`, `term` and `aipo_update`, and the metrics, which are
+sums over tokens until the end.
 
 Shapes: P sampled tokens of a micro-batch, L lags.
 """
@@ -43,17 +43,17 @@ from penstock.nodes.option_checks import finite, not_negative, positive
 from penstock.nodes.policy import language_policy
 from penstock.nodes.trainable import Learner, Model
 
-# Lags that tokens are counted by, each for itself; the last count is of all that are as old or older.
+# Tokens are counted by lag, up to this number of lags; the last count includes all older tokens.
 LAGS = 16
 
 # By name: sums over the tokens of an optimizer step, and `*_max`, the largest.
 Sums = dict[str, float]
-# (a model, a micro-batch) → a number for each of its targets, with a gradient, and the entropy of each.
+# (a model, a micro-batch) → (a number for each target, with a gradient, and the entropy of each target).
 Forward = Callable[[Model, Packed], tuple[Tensor, Tensor]]
 
 
 def penalty(call: Call) -> None:
-    """What `kl` requires: a reference to stay close to."""
+    """Requirement of `kl`: the log-probabilities of a reference."""
     if call.options["kl"] and "reference" in call.left_out:
         raise call.lack(
             f"{call.options['kl']} without a reference", NEEDED["reference"], "kl", code="missing-reference"
@@ -61,7 +61,7 @@ def penalty(call: Call) -> None:
 
 
 def one_rate(call: Call) -> None:
-    """What the learning rate requires: to be said once."""
+    """Requirement of the learning rate: it is given only once."""
     if "rate" in call.left_out:
         return
     if "lr" in call.node.given:
@@ -72,7 +72,7 @@ def one_rate(call: Call) -> None:
 
 
 def own_names(call: Call) -> None:
-    """What terms require: a name for each, since their metrics begin with it."""
+    """Requirement of terms: different names, since the names of their metrics begin with them."""
     beside = [call.view.nodes.get(item.ref.node) for item in call.node.inputs if item.name.startswith("beside[")]
     options = [dict(node.options) for node in beside if node is not None and node.op == path_of(term)]
     losses = [(own.get("name"), own["loss"]) for own in (call.options, *options)]
@@ -93,8 +93,8 @@ SAME = 'names of their own, which the figures of each begin with: term(…, name
 
 @dataclass
 class Scored(Rollouts):
-    """Rollouts with what a loss reads of their tokens: `values_N`, the advantages, [N] or [N, T], and log-probabilities
-    as the inputs of an update."""
+    """Rollouts with the other inputs of an update: `values_N`, the advantages, [N] or [N, T], and log-probabilities of
+    the tokens."""
 
     values_N: Array = None
     reference_NT: Array = None
@@ -105,10 +105,10 @@ class Scored(Rollouts):
         "reference": "reference_NT",
         "proximal": "proximal_NT",
     }
-    """Numbers of each token, by the names of `Sampled`: the field of each, which is None where there are none."""
+    """The fields with a number for each token, by their names in `Sampled`; a field is None if there are none."""
 
     def check(self) -> None:
-        """Raises ValueError for inputs that are not of the same tokens."""
+        """Raises ValueError for inputs that do not have the shapes of the rollouts."""
         shape = shape_of(self, "values_N") or []
         check_shape("advantage: given values", shape, self, each="token" if len(shape) == 2 else "response")
         for name, field in self.numbers.items():
@@ -118,7 +118,7 @@ class Scored(Rollouts):
 
 @dataclass
 class Term(Rollouts):
-    """One more term of an update's loss: the fields of `Scored`, and what to make of them (see `term`).
+    """One more term of an update's loss: the fields of `Scored`, and the options of the node `term`.
 
     `loss` is the loss function as JSON (`graph.imports.encode`), so that a term can cross processes.
     """
@@ -164,22 +164,22 @@ def policy_update(
     loss. `lr` is a number or a schedule (see `optimizer`); a `rate` that a node has computed takes its place. For the
     other options see `UpdateOptions`.
 
-    `beside` are more terms of the same loss, made by `term`: what each step goes down along is Σ weight · average of
-    the term's token losses, each average over the term's own tokens or responses. All terms take part in each step,
-    with a minibatch of their own prompt groups; one of fewer groups than minibatches takes part in as many steps.
+    `beside` are more terms of the same loss, made by `term`: each step minimises Σ weight · average of the term's token
+    losses, where an average is over the term's own tokens or responses. All terms take part in each step, with a
+    minibatch of their own prompt groups; a term with fewer groups than minibatches takes part in as many steps.
 
     A batch is cut into minibatches by whole prompt groups, in an order keyed by the run's seed, the version and the
-    epoch; where their number does not divide, as replay may have it, some have one group more than others. However many
-    steps are taken, the update makes one version. Raises ValueError for what does not fit together, FloatingPointError
-    for a gradient that is not finite: the steps before it stay taken.
+    epoch. If the number of groups does not divide, such as with replay, some minibatches have one group more than
+    others. The update makes one version, for any number of steps. Raises ValueError for inputs that do not fit
+    together, FloatingPointError for a gradient that is not finite; earlier steps are not undone.
 
     It can `accumulate` in one step on one term: each part of the batch adds to the gradient and to the sums, and the
-    last one divides, clips and takes the step.
+    last one divides, clips and makes the step.
 
     Metrics: those of `update_metrics` and `lr`. `loss` is the weighted sum of all terms, also of a single one, and
-    `tokens` are those of all. With terms beside it, NAME_loss and NAME_tokens are those of each term by itself, without
-    its weight, the first one included. The other metrics of a term are NAME_entropy and so on; without a name they are
-    of the first term.
+    `tokens` are those of all terms. With terms `beside`, NAME_loss and NAME_tokens are those of each term by itself,
+    without its weight, including the first term. The other metrics of a term are NAME_entropy and so on; without a name
+    they are of the first term.
     """
     learner = language_policy(policy)
     terms = [LossTerm(_scored(rollouts, advantage, reference, proximal), loss, loss_name(loss), weight, average, kl)]
@@ -200,7 +200,7 @@ def policy_update(
     found = {f"{name}_{key}": x for name, each in zip(names[1:], others, strict=True) for key, x in each.items()}
     if others:
         found |= {f"{names[0]}_{key}": metrics[key] for key in ("loss", "tokens")}
-    # What the steps go down along, of one term, too.
+    # The minimised loss, also for one term.
     whole = sum(own.weight * each["loss"] for own, each in zip(terms, (metrics, *others), strict=True))
     tokens = sum(each["tokens"] for each in (metrics, *others))
     return policy, {**found, **metrics, "loss": whole, "tokens": tokens, **figures}
@@ -222,8 +222,8 @@ def term(
 ) -> Term:
     """One more term of an update's loss, over the same rollouts or others: `policy_update(…, beside=[term(…)])`.
 
-    Inputs and options are as those of `policy_update`. Without an `advantage` each response has 1. `name` is what the
-    names of its metrics begin with, by default the loss function's. A term without a sampled token adds nothing.
+    Inputs and options are as in `policy_update`. Without an `advantage` each response has 1. `name` begins the names of
+    its metrics, by default the loss function's name. A term without a sampled token adds nothing.
     """
     worth = Advantages(torch.ones(len(rollouts))) if advantage is None else advantage
     return Term(
@@ -266,7 +266,7 @@ def _scored(rollouts: Rollouts, advantage: Advantages, reference: Logprobs | Non
 
 @dataclass(frozen=True)
 class LossTerm:
-    """A term of the loss of an update: its rows, a loss of tokens, its name and weight, how token losses are averaged,
+    """A term of the loss of an update: its rows, the loss of tokens, its name and weight, the average of token losses,
     and the factor of the divergence from the reference."""
 
     rows: Scored
@@ -286,9 +286,9 @@ class LossTerm:
         *,
         last: bool = True,
     ) -> Sums:
-        """Add `scale` times the gradient of the weighted sum of token losses to the learner's; the sums over tokens,
-        none of rows without a sampled token. `last`: no rows of the same term follow before the step."""
-        # Only for losses that ask: whole groups pack worse.
+        """Add `scale` times the gradient of the weighted sum of token losses to the learner's. Return the sums over
+        tokens, {} for rows without a sampled token. `last`: no rows of the same term follow before the step."""
+        # Whole groups pack worse, so only for losses that read them.
         whole_groups = reads_groups(self.loss)
         group_N = group_rows(self.rows.ordinals).to(lengths_N.device) if whole_groups else None
 
@@ -317,7 +317,7 @@ class LossTerm:
                 needed = f"a loss for each token, shape {shape}, or that and which tokens it clipped"
                 raise ValueError(f"loss {loss_name(self.loss)}: given a result of shape {given}, needed {needed}")
             loss_P, clipped_P = parts
-            # k3, as in GRPO: its gradient is that of the forward divergence, and it is never negative.
+            # k3, as in GRPO: its gradient is that of KL(π_ref ‖ π), and it is never negative.
             if self.kl:
                 loss_P = loss_P + self.kl * kl_estimate(logprobs_P, sampled.reference_P, estimator="k3")
             if not loss_P.requires_grad:
@@ -330,7 +330,7 @@ class LossTerm:
         items = learner.pack(self.rows, micro_tokens, whole_groups=whole_groups)
         if not (found := learner.backward(items, loss, last=last)):
             return {}
-        # One copy from the device for all micro-batches.
+        # Only one copy from the device for all micro-batches.
         table = torch.stack([torch.stack(list(sums.values())) for sums in found]).tolist()
         return add_up([dict(zip(found[0], row, strict=True)) for row in table])
 
@@ -344,11 +344,11 @@ def descend(
     lr: float | Schedule,
     options: UpdateOptions,
 ) -> tuple[list[list[Sums]], Metrics]:
-    """The AdamW steps of an update, along the weighted sum of its terms.
+    """Make the AdamW steps of an update on the weighted sum of its terms.
 
-    `forward` gives a number for each target of a micro-batch, which the losses get as their first argument, and its
-    distribution's entropy. Returns, for each term, the sums of the steps in which it had tokens, with their mean `loss`
-    and the `epoch`; and the metrics that all terms share.
+    `forward` computes a number for each target of a micro-batch, which is the first argument of the losses, and the
+    entropy of its distribution. Returns, for each term, the sums of the steps in which it had tokens, with their mean
+    `loss` and the `epoch`; and the metrics that all terms share.
     """
     rate = learner.rate(lr)
     shares = [
@@ -360,11 +360,11 @@ def descend(
     taken: list[list[Sums]] = [[] for _ in terms]
     norms: list[float] = []
     for number, steps in enumerate(zip(*shares, strict=True), 1):
-        # Gradients add up in units of the first normaliser, by which the sum is divided once, when all are there.
+        # Gradients are summed in units of the first normaliser; the sum is divided by it once at the end.
         unit = 0.0
         for whole, found, (epoch, rows) in zip(terms, taken, steps, strict=True):
             share = replace(whole, rows=whole.rows.take(rows))
-            # How many responses a term has may depend on rewards: none is no fault while another one has some.
+            # A term's number of responses may depend on rewards: having none is no fault if another term has some.
             if len(terms) > 1 and not int(share.rows.sampled_N.sum()):
                 continue
             lengths_N = sampled_lengths(share.rows).to(learner.device)
@@ -388,9 +388,9 @@ def accumulate(
     lr: float | Schedule,
     options: UpdateOptions,
 ) -> Metrics:
-    """One part of an update that takes its batch in parts, on the rows of its only term that are of this part; the
-    metrics of the update from the last part, none from the others. Raises ValueError as `descend` does, for the batch
-    as a whole."""
+    """Make one part of an update that takes its batch in parts. `own` is its only term, with the rows of this part.
+    Return the metrics of the update for the last part, {} for the others. Raises ValueError as `descend` does, for the
+    whole batch."""
     own.rows.check()
     rate, lengths_N = learner.rate(lr), own.rows.sampled_N.to(learner.device)
     if len(learner.parts) != part.number:
@@ -412,7 +412,7 @@ def accumulate(
 
 
 def loss_name(loss: Loss) -> str:
-    """What a loss function is called."""
+    """The name of a loss function."""
     while isinstance(loss, partial):
         loss = loss.func
     return getattr(loss, "__name__", repr(loss))
@@ -427,9 +427,9 @@ def token_sums(
         "entropy": entropy_P.double().sum(),
         "ratio_clipped": clipped_P.double().sum(),
     }
-    if "behaviour" not in sampled.given:  # no policy of this run sampled them: there is no lag, and no ratio
+    if "behaviour" not in sampled.given:  # no policy of this run sampled the tokens: there is no lag, and no ratio
         return sums
-    # Of rows that nobody sampled, which were joined with others, log μ is NaN: they have no lag and no ratio either.
+    # Rows that no policy sampled, joined with others, have NaN as log μ: they have no lag and no ratio either.
     recorded_P = ~sampled.behaviour_P.isnan()
     replayed_P = torch.zeros_like(recorded_P) if sampled.replayed_P is None else sampled.replayed_P & recorded_P
     lag_P = (version - sampled.versions_P).double()
@@ -441,9 +441,9 @@ def token_sums(
     sums |= {f"tokens_lag_{lag}": count for lag, count in enumerate(by_lag_L.unbind())}
     if sampled.replayed_P is not None:
         sums |= {"replayed": replayed_P.double().sum(), "replayed_lag_max": (lag_P * replayed_P).max()}
-    # In float64, where the square of no float32's exponential is infinite
+    # In float64: the square of a ratio that float32 can hold does not overflow.
     now_P = logprobs_P.detach().double()
-    # A ratio of 1 in their place is multiplied away below, and NaN would not be.
+    # Without a recorded log μ use a ratio of 1, which is multiplied by 0 below; NaN would stay.
     behaviour_P = torch.where(recorded_P, sampled.behaviour_P.double(), now_P)
     ratio_P = torch.exp(now_P - behaviour_P) * recorded_P
     sums |= {"ratio": ratio_P.sum(), "ratio_max": ratio_P.max(), "ratio_squared": ratio_P.square().sum()}
@@ -452,30 +452,29 @@ def token_sums(
 
 
 def add_up(parts: Sequence[Sums]) -> Sums:
-    """The sums of several micro-batches, parts of a batch or steps as one; what one of them lacks, it has none of."""
+    """The sums of several micro-batches, parts of a batch or steps as one. A missing sum counts as none."""
     names = dict.fromkeys(name for part in parts for name in part)
     joined = {name: [part[name] for part in parts if name in part] for name in names}
     return {name: max(values) if name.endswith("_max") else sum(values) for name, values in joined.items()}
 
 
 def update_metrics(steps: Sequence[Sums]) -> Metrics:
-    """The metrics of a term of the loss, over the steps of an update in which it had tokens. Means are over these.
+    """The metrics of a term of the loss, as means over the steps of an update in which it had tokens.
 
-    A step's `loss` is its mean already. `tokens` counts those of one epoch, `entropy` is that of the distribution that
-    was sampled from, at its temperature.
+    A step's `loss` is its mean already. `tokens` counts those of one epoch. `entropy` is that of the distribution
+    sampled from, at its temperature.
 
-    Lags, ratios, `ess` and `kl` are of the tokens that a policy sampled, those with a recorded log μ, and are means
-    over these: demonstrations have none. `kl` is the last epoch's estimate (k3) of KL(μ ‖ π): how far the policy had
-    gone from the one that sampled. `ess` is the effective sample size (Kish) of the ratios π / μ, as a share of the
-    tokens.
+    Lags, ratios, `ess` and `kl` are means over tokens with a recorded log μ: demonstrations have none. `kl` is the last
+    epoch's estimate (k3) of KL(μ ‖ π), the distance of the policy from the one that sampled. `ess` is the effective
+    sample size (Kish) of the ratios π / μ, as a share of the tokens.
 
-    `lag_mean` and `lag_max` are of fresh tokens, 0 of none; `tokens_lag_K` counts those of one epoch that are K updates
-    old, where there are any. Where past groups are learnt from beside them,
-    `replayed_tokens` counts theirs (of one epoch) and `replayed_lag_max` is the largest lag of them. All other metrics,
-    `ess` and the ratios among them, are of fresh and replayed tokens alike: of what the update used.
+    `lag_mean` and `lag_max` are of fresh tokens, 0 without any; `tokens_lag_K` counts the fresh tokens of one epoch
+    that are K updates old, if there are any. With a replay buffer, `replayed_tokens` counts replayed tokens (of one
+    epoch) and `replayed_lag_max` is their largest lag. All other metrics, such as `ess` and the ratios, are of fresh
+    and replayed tokens together.
     """
     if not steps:
-        return {"loss": 0.0, "tokens": 0.0}  # of a term that had nothing to learn from
+        return {"loss": 0.0, "tokens": 0.0}  # the term had no tokens
     whole = add_up(steps)
     last = add_up([step for step in steps if step["epoch"] == steps[-1]["epoch"]])
     tokens = whole["tokens"]
@@ -491,7 +490,7 @@ def update_metrics(steps: Sequence[Sums]) -> Metrics:
         metrics |= {name: count for name, count in last.items() if name.startswith("tokens_lag_") and count}
         metrics["ratio_mean"] = whole["ratio"] / recorded
         metrics["ratio_max"] = whole["ratio_max"]
-        # Squares of ratios that no float64 holds leave nothing to say.
+        # Squares of ratios may overflow float64: then there is no `ess`.
         squared = whole["ratio_squared"] * recorded
         metrics["ess"] = whole["ratio"] / squared * whole["ratio"] if 0 < squared < math.inf else math.nan
         metrics["kl"] = last["kl"] / max(1.0, last["recorded"])
