@@ -2,9 +2,9 @@
 
     python benchmarks/algorithms.py [--only NAME] [--seeds 2] [--keep]
 
-A short run each, in one process with one thread, at lag 0; those that have a lag of their own accord also at lag 2,
-with pinned versions. What some need beside the base (a teacher, a reward model, a policy that knows the tool) is
-trained first. Finished runs are kept in --scratch, and an interrupted benchmark goes on.
+Each is a short run in one process with one thread, at lag 0; programs whose default is a lag also run at lag 2, with
+pinned versions. The models that some need besides the base (a teacher, a reward model, a policy that knows the tool)
+are trained first. Finished runs are kept in --scratch, so that an interrupted benchmark continues.
 """
 
 import argparse
@@ -26,8 +26,8 @@ from penstock.runtime.control.run_config import RunOptions
 
 @dataclass(frozen=True)
 class Entry:
-    """How a program is run: its options and flags beside the common ones, and which trained model an option or flag
-    takes."""
+    """How a program is run: its options and flags besides the common ones, and the options or flags (`needs`) that take
+    a trained model."""
 
     options: Mapping[str, Any] = field(default_factory=lambda: {"lr": 3e-4})
     flags: Mapping[str, Any] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Entry:
 
 UPDATES, BATCH, SLOTS = 24, 16, 128
 FEW = Entry({"lr": 1e-4})
-"""For four optimizer steps an update."""
+"""For programs that take four optimizer steps per update."""
 CRITIC = {"lr": 3e-4, "critic_lr": 1e-3}
 ENTRIES: Mapping[str, Entry] = {
     "reinforce": Entry(),
@@ -67,11 +67,12 @@ TRAINED: Mapping[str, tuple[str, str, Entry]] = {
     "preferences": ("reward_model", "reward_model", Entry({}, {"updates": 300, "batch": 4})),
     "caller": ("tool_sft", "policy", Entry({}, {"model": "", "updates": 800, "batch": 2, "data": "calculator"})),
 }
-"""What some need: the program that makes it, which of its carried values it is, and how that is run."""
+"""The models that some programs need: the program that trains each, the carried value that it is, and how the program
+is run."""
 
 
 def work(job: Job, scratch: Path) -> Job:
-    """One run of an algorithm, or the training of what some need."""
+    """Run an algorithm, or train a model that some algorithms need."""
     base = str(shared_base(scratch))
     if "train" in job:
         name, _, entry = TRAINED[job["train"]]
@@ -94,8 +95,8 @@ def _ended(found: Job) -> Job:
 
 
 def reward_gain(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """The mean reward of the last four updates less that of the first two: the rule's, also where a model's is learnt
-    from. None for what gets no reward."""
+    """Return the mean reward of the last four updates minus that of the first two. For programs that learn from the
+    reward of a model it is still the rule's reward. None for programs without rewards."""
     figure = "accuracy" if rows and "accuracy" in rows[0] else "reward_mean"
     rewards = [row[figure] for row in rows if figure in row]
     return fmean(rewards[-4:]) - fmean(rewards[:2]) if rewards else None
@@ -108,12 +109,12 @@ def program(name: str) -> Program[..., Any]:
 
 
 def lags(name: str) -> tuple[int, ...]:
-    """0; and 2 for a program whose own default is a lag."""
+    """Return 0, and also 2 for a program whose default lag is not 0."""
     return (0, 2) if signature(program(name).fn).parameters["lag"].default else (0,)
 
 
 def row(runs: Sequence[Job]) -> dict[str, Any]:
-    """The runs of one algorithm at one lag, which differ in their seeds."""
+    """Summarise the runs of one algorithm at one lag, which differ in their seeds."""
     gains = [run["reward_gain"] for run in runs if run["reward_gain"] is not None]
     failed = [run["error"].splitlines()[-1] for run in runs if run["status"] != "done"]
     done = [run for run in runs if run["status"] == "done"]

@@ -2,14 +2,15 @@
 
     python benchmarks/ddma.py [--keep]
 
-The weights are three layers of Llama 3.2 1B and a vocabulary of 9216. The base is the usual way, over gloo and
-unproved: parameter by parameter the shards are gathered on one rank, which broadcasts the whole to the generator's
-ranks, each into a new tensor, as `full_tensor` and the weight updates of current trainers do; there it is cut and
-copied. `gather_broadcast_kept_ms` is the same with every buffer kept and all gathers begun at once. Against it `gloo`
-and `shm` move each shard straight to where it belongs. A time is from the last rank's start to the last rank's end;
-with the proof, what hashing adds to the sender's copy aside is added. That copy itself (`snapshot_ms`) is in no
-figure, since the base makes none. `rebuild` is a bridge given up and made anew by its four ranks. Each process has one
-thread. Medians. Where Ray is installed (extra `bench`), its object store moves the same weights (`ray_weights`).
+The weights are three layers of Llama 3.2 1B with a vocabulary of 9216. The baseline is the usual method, over gloo and
+without a proof: parameter by parameter, the shards are gathered on one rank, which broadcasts the whole tensor to the
+generator's ranks, each into a new tensor, as `full_tensor` and the weight updates of current trainers do; each rank
+then copies its part. `gather_broadcast_kept_ms` is the same with all buffers kept and all gathers started at once. In
+contrast, `gloo` and `shm` move each shard directly to where it belongs. A time is from the last rank's start to the
+last rank's end; with the proof, the time that hashing adds to the sender's snapshot is added. The snapshot itself
+(`snapshot_ms`) is in no figure, since the baseline makes none. `rebuild` is the time in which the four ranks of a link
+close it and open it again. Each process has one thread. Figures are medians. Where Ray is installed (extra `bench`),
+its object store moves the same weights (`ray_weights`).
 """
 
 import argparse
@@ -64,12 +65,12 @@ class Ranks:
 
 
 def span(answers: Sequence[Mapping[str, Any]]) -> float:
-    """Milliseconds from the last start to the last end: clocks are of one host."""
+    """Return milliseconds from the last start to the last end; all clocks are of one host."""
     return 1e3 * float(max(a["end"] for a in answers) - max(a["start"] for a in answers))
 
 
 def sync(phase: str, version: int, sources: Ranks, destinations: Ranks) -> dict[str, float]:
-    """One sync, in milliseconds."""
+    """Run one sync; return its times in milliseconds."""
     facts, published = {}, 0.0
     if not phase.startswith("base"):
         sources.tell(do="publish", phase=phase, version=version)
@@ -84,14 +85,14 @@ def sync(phase: str, version: int, sources: Ranks, destinations: Ranks) -> dict[
 
 
 def rebuild(phase: str, epoch: int, sources: Ranks, destinations: Ranks) -> dict[str, float]:
-    """A bridge given up and made anew by all its ranks, in milliseconds."""
+    """Let all ranks of a link close it and open it again; return the milliseconds."""
     for side in (destinations, sources):
         side.tell(do="rebuild", phase=phase, epoch=epoch)
     return {"ms": span([*destinations.answers(), *sources.answers()])}
 
 
 def memmove_gb_per_s(nbytes: int) -> float:
-    """One thread, between two buffers of this size; the best of five."""
+    """Return the rate of one thread between two buffers of this size, the best of five."""
     a, b = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
     seconds = []
     for _ in range(5):
@@ -102,7 +103,7 @@ def memmove_gb_per_s(nbytes: int) -> float:
 
 
 def measure(folder: Path) -> dict[str, list[dict[str, float]]]:
-    """Every phase's syncs; the phases take turns, so that what else the machine does falls on all of them."""
+    """Measure every phase's syncs. The phases take turns, so that other load on the machine affects all of them."""
     sources, destinations = Ranks("source", folder), Ranks("destination", folder)
     try:
         sources.answers(), destinations.answers()
@@ -116,7 +117,7 @@ def measure(folder: Path) -> dict[str, list[dict[str, float]]]:
                     found[phase].append(sync(phase, turn + 3, sources, destinations))
         for phase in REBUILT:
             found[f"rebuild {phase}"] = [rebuild(phase, n, sources, destinations) for n in range(1, 1 + REBUILDS)]
-            sync(phase, turn + 4, sources, destinations)  # what was rebuilt carries weights
+            sync(phase, turn + 4, sources, destinations)  # checks that the rebuilt link carries weights
         return found
     finally:
         sources.end()
@@ -124,7 +125,7 @@ def measure(folder: Path) -> dict[str, list[dict[str, float]]]:
 
 
 def by_ray() -> dict[str, list[dict[str, float]]]:
-    """Syncs by Ray's object store; none without Ray. Raises CalledProcessError or TimeoutExpired."""
+    """Measure syncs by Ray's object store; none without Ray. Raises CalledProcessError or TimeoutExpired."""
     if importlib.util.find_spec("ray") is None:
         return {}
     command = [sys.executable, str(Path(__file__).with_name("ray_weights.py")), str(RAY_REPEATS)]

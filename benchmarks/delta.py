@@ -2,12 +2,12 @@
 
     python benchmarks/delta.py [--keep]
 
-Two processes, one core each, and a socket between them that the sender paces (a token bucket of 1 MiB). A time counts
-from before the first bucket is encoded until the receiver has said that the last one is in place. `encode_gb_per_s`
-and `apply_gb_per_s` are of dense bytes, in the sender's process, one after the other, without the link. The changed
-elements are scattered at random: the worst case for the receiver's caches. What the receiver holds at the end is
-compared by digest, outside the times. A receiver's second arena is brought up to date after the swap, at the cost of
-one more `apply`; a proof of all bytes costs the same on both ways. Neither is in the figures.
+Two processes with one thread each share a socket that the sender paces (a token bucket of 1 MiB). A time is from before
+the first bucket is encoded until the receiver has acknowledged that the last one is in place. `encode_gb_per_s` and
+`apply_gb_per_s` count dense bytes and are measured in the sender's process, one after the other, without the link. The
+changed elements are scattered at random, the worst case for the receiver's caches. What the receiver holds at the end
+is compared by digest, outside the times. A receiver's second arena is updated after the swap, at the cost of one more
+`apply`; a proof of all bytes costs the same for dense and delta. Neither is in the figures.
 """
 
 import argparse
@@ -39,7 +39,7 @@ TARGETS = {"bytes_ratio": 0.08, "speedup": 2.0}
 
 
 class Link:
-    """A socket that gives no more than `rate` bytes per second; every wait ends after 60 s."""
+    """A socket that sends at most `rate` bytes per second; every wait ends after 60 s."""
 
     def __init__(self, end: socket.socket, rate: float = float("inf")) -> None:
         self._end = end
@@ -73,14 +73,14 @@ def view(part: Tensor) -> memoryview:
 
 
 def buckets(part: Tensor) -> tuple[Tensor, ...]:
-    """The bytes of a contiguous tensor, cut into buckets."""
+    """Split the bytes of a contiguous tensor into buckets."""
     return torch.split(part.view(-1).view(torch.uint8), BUCKET)
 
 
 def break_even(encode_s: float, apply_s: float, fraction: float) -> float:
-    """The bandwidth of a link, in bytes per second, below which delta is faster than dense: both are done when the
-    last byte is in place, one step after the other. `encode_s` and `apply_s` are seconds per byte of the dense
-    bucket, `fraction` is the share of it that travels. Dense takes 1/B a byte, delta encode + fraction/B + apply.
+    """Return the bandwidth B of a link, in bytes per second, below which delta is faster than dense if encoding,
+    sending and applying do not overlap. `encode_s` and `apply_s` are seconds per dense byte, `fraction` is the share of
+    the dense bytes that is sent. Dense takes 1/B per byte, delta encode_s + fraction/B + apply_s.
     """
     work, saved = encode_s + apply_s, 1 - fraction
     if saved <= 0:
@@ -89,13 +89,13 @@ def break_even(encode_s: float, apply_s: float, fraction: float) -> float:
 
 
 def choose(dense_bytes: int, delta_bytes: int, bandwidth: float, encode_s: float, apply_s: float) -> str:
-    """ "dense" or "delta": the faster one over a link of `bandwidth` bytes per second."""
+    """Return "dense" or "delta": the faster one over a link of `bandwidth` bytes per second."""
     fraction = delta_bytes / dense_bytes if dense_bytes else 1.0
     return "delta" if bandwidth < break_even(encode_s, apply_s, fraction) else "dense"
 
 
 def receive(end: socket.socket, elements: int) -> None:
-    """The receiver's process: each sync is a byte (dense, delta or the end), then the buckets; answered by a byte."""
+    """Run the receiver's process. A sync is a byte for its kind and then the buckets; one byte acknowledges it."""
     weights, link = torch.zeros(elements, dtype=torch.bfloat16), Link(end)
     own = buckets(weights)
     staging = torch.zeros(max(map(len, own)), dtype=torch.uint8)
@@ -130,7 +130,7 @@ def delta_sync(link: Link, previous: Tensor, current: Tensor) -> int:
 
 
 def alone(previous: Tensor, current: Tensor) -> dict[str, float]:
-    """Encoding and applying without a link: dense bytes per second, and what it says about bandwidths."""
+    """Measure encoding and applying without a link, in dense bytes per second, and the resulting `break_even`."""
     target = previous.clone()
     pairs = list(zip(buckets(previous), buckets(current), strict=True))
     start = time.perf_counter()
@@ -150,7 +150,7 @@ def alone(previous: Tensor, current: Tensor) -> dict[str, float]:
 
 
 def change(tensor: Tensor, share: float, generator: torch.Generator) -> None:
-    """Turn the last bit of this share of the elements, drawn at random, as a small step does."""
+    """Flip the last bit of about this share of the elements, drawn at random, as a small step does."""
     words = tensor.view(torch.int16)
     places = torch.randint(len(words), (round(share * len(words)),), generator=generator)
     words[places] ^= 1

@@ -1,22 +1,22 @@
-"""What only a GPU shows, in nine phases, the most telling first, each in a process of its own with a deadline.
+"""Measurements that need a GPU: nine phases, the most informative first, each in its own process with a deadline.
 
     python benchmarks/gpu.py [--only smoke decode] [--out FILE]
-    python benchmarks/gpu.py --device cpu      # tiny: whether the script still works
+    python benchmarks/gpu.py --device cpu      # tiny models: checks that the script still works
 
     smoke    a run on the card with forked ranks, and the tests that need a GPU
     decode   seconds of a decode step by model, slots and context; its kernels; tokens/s over the roofline
-    overlap  a weight sync alone, and beside decoding and training
+    overlap  a weight sync alone, and during decoding and training
     train    tokens/s, MFU and peak memory over the plan's, by micro-batch, log-prob chunk and recomputation
     state    GB/s of snapshots, digests and checkpoints; conversions of parts and of the whole
-    bits     whether two equal runs are equal to the bit, and runs in other ways near to them
+    bits     whether two equal runs are bit-identical, and how close other settings are to them
     plan     what `doctor --measure` finds; predicted over measured seconds of an update
     nccl     a sync by NCCL between two ranks of one card
-    mesh     updates of a trainer over two ranks of one card, by pp, tp and fsdp, beside those of one rank
+    mesh     updates of a trainer over two ranks of one card, by pp, tp and fsdp, compared with one rank
 
-What a phase finds is written into one JSON file as soon as it is there: by default `benchmarks/results/gpu_CARD.json`,
-where a phase that is run again takes the place of what it found before. A phase that fails or is not over in time says
-so in `error`, beside what it had found until then. `gpu_phases.py` has the phases, `gpu_ranks.py` the two processes
-that sync, `gpu_mesh.py` the ranks of a trainer.
+Each figure is written to a JSON file as soon as it is measured: by default `benchmarks/results/gpu_CARD.json`, where a
+phase that is run again replaces its earlier figures. A phase that fails or exceeds its deadline has an `error` next to
+the figures that it had found until then. `gpu_phases.py` has the phases, `gpu_ranks.py` the two processes of a sync,
+`gpu_mesh.py` the ranks of a trainer.
 """
 
 import argparse
@@ -37,13 +37,13 @@ from gpu_phases import PHASES
 from report import RESULTS, commit, machine
 
 Figures = dict[str, Any]
-# Of one phase, on a GPU. A CPU computes the same in more time, but less of it.
+# Of one phase, on a GPU. A CPU computes less in each phase, but slower.
 DEADLINE_S = 90.0
 LAST_CHARACTERS = 2000
 
 
 def run_phase(name: str, device: str, deadline: float, record: Any) -> None:
-    """The phase in a process, and `record(figures)` after each of its figures. Never raises: a fault is a figure."""
+    """Run the phase in a process and call `record(figures)` after each figure. A failure becomes the figure `error`."""
     script = Path(__file__).with_name("gpu_phases.py")
     began = perf_counter()
     found: Figures = {"date": datetime.now(UTC).date().isoformat(), "commit": commit()}
@@ -52,7 +52,7 @@ def run_phase(name: str, device: str, deadline: float, record: Any) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # so that what it has started ends with it
+        start_new_session=True,  # so that the processes that it has started can be killed with it
     )
     late = threading.Timer(deadline, _kill, (process,))
     said: list[str] = []
@@ -75,7 +75,7 @@ def run_phase(name: str, device: str, deadline: float, record: Any) -> None:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """It and all that it has started."""
+    """Kill the process and all that it has started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -83,7 +83,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 class Record:
-    """The JSON file of one card. Each change is written at once, and replaces the file when it is whole."""
+    """The JSON file of one card. Each change is written at once, and replaces the file atomically."""
 
     def __init__(self, path: Path | None, device: str) -> None:
         self.path = path
@@ -100,7 +100,7 @@ class Record:
 
 
 def card_file(name: str) -> Path:
-    """Where the figures of a card are kept."""
+    """Return the path at which the figures of a card are kept."""
     return RESULTS / f"gpu_{re.sub(r'[^a-z0-9]+', '_', name.lower()).strip('_')}.json"
 
 

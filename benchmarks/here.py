@@ -1,4 +1,4 @@
-"""Runs in this process on one core, and several such processes at once that go on where an interrupted one stopped."""
+"""Runs in this process on one core, and several such processes at once that continue an interrupted benchmark."""
 
 import json
 import shutil
@@ -24,15 +24,15 @@ from penstock.runtime.record.metrics import read_rows
 
 Job = dict[str, Any]
 ONE_CORE = Cluster(hosts=(Host(name="local", cores=1),))
-"""One thread for every rank, so that as many runs as there are cores disturb each other little."""
+"""One thread for every rank, so that as many runs as there are cores hardly disturb each other."""
 
 
 def run_here(
     program: Program[..., Any], options: Mapping[str, Any], flags: RunOptions, keep: Path | None = None
 ) -> Job:
-    """Run to the end; the summary, with `rows` of metrics.jsonl and the seconds of the clock and of the processor.
+    """Run to the end; return the summary with the `rows` of metrics.jsonl and the wall-clock and processor seconds.
 
-    The carried values as they are at the end are copied to `keep`, a folder each.
+    The carried values of the last checkpoint are copied to `keep`, each into a folder.
     """
     graph = trace(program, options)
     evaluation = trace_evaluation(program, graph, EVALUATION) if program.evaluation is not None else None
@@ -50,14 +50,14 @@ def run_here(
 
 
 def serve(work: Callable[[Job], Job]) -> None:
-    """A worker's part: a job per line of standard input, its result as a line of standard output."""
+    """Run a worker: read one job per line from standard input, and print each result as one line."""
     for line in sys.stdin:
         print(json.dumps(work(json.loads(line))), flush=True)
 
 
 def shared_base(scratch: Path) -> Path:
-    """The demo's base model, copied into `scratch` when it is first asked for: all runs begin from one, whatever is
-    edited meanwhile."""
+    """Return the demo's base model, copied into `scratch` at the first call, so that all runs begin from the same one
+    even if code changes in the meantime."""
     place = scratch / "base"
     if not place.is_dir():
         shutil.copytree(base_model("", lambda line: None), scratch / "copying", dirs_exist_ok=True)
@@ -66,14 +66,15 @@ def shared_base(scratch: Path) -> Path:
 
 
 def spread_out(jobs: Sequence[Job], worker: Sequence[str], processes: int, kept: Path) -> list[Job]:
-    """The results of all jobs, in the jobs' order: those that `kept` has, one a line, and the others by workers.
+    """Return the results of all jobs, in the jobs' order: those in the file `kept`, one per line, and the others by
+    workers.
 
-    `worker` are the words of a Python command that serves; a job's fields are in its result, too. Raises RuntimeError
-    when a worker ends early; what has been finished by then stays in `kept`.
+    `worker` are the arguments of a Python command that calls `serve`; a result also has the fields of its job. Raises
+    RuntimeError when a worker ends early; the results until then stay in `kept`.
     """
     done = {_key(job, result): result for result in read_lines(kept) for job in jobs if _same(job, result)}
     missing = [job for job in jobs if _key(job, job) not in done]
-    waiting = iter(missing)  # of all threads: each of them takes the next one
+    waiting = iter(missing)  # shared by all threads: each of them takes the next one
     print(f"{len(done)} of {len(jobs)} runs are there, {len(missing)} to do", flush=True)
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text("".join(json.dumps(result) + "\n" for result in read_lines(kept)))  # without a torn last line
@@ -100,7 +101,7 @@ def spread_out(jobs: Sequence[Job], worker: Sequence[str], processes: int, kept:
 
 
 def read_lines(path: Path) -> list[Job]:
-    """The whole lines of a file of JSON objects; none if there is no file."""
+    """Read the complete lines of a file of JSON objects; none if there is no file."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 

@@ -4,8 +4,8 @@
 
 `aipo` at lag 1 with 256 prompts of 8 samples, responses lognormal with a mean of 1,000 tokens, σ 0.7, cut at 4,096; at
 the same lag `grpo` with a reference (six nodes), `ppo` with a critic, `rlhf` with a critic, a reference and a reward
-model. Seconds are of the clock, each command in a process of its own that has planned nothing before: of the whole
-command, which starts Python and traces the program, and of the search alone, the plans set by hand included.
+model. Seconds are wall-clock, each command in a new process without any cached plans: for the whole command, which
+starts Python and traces the program, and for the search alone, including the plans set by hand.
 """
 
 import argparse
@@ -25,11 +25,11 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "ppo": ("--lag", "1"),
     "rlhf": ("--lag", "1"),
 }
-"""Those with models beside the policy, on the cluster in the middle."""
+"""Programs with models besides the policy, which are planned on the middle cluster."""
 
 
 def planned(program: str, words: Sequence[str], cluster: str, model: str, limit: float, repeats: int) -> dict[str, Any]:
-    """One row: what `penstock plan` says, and its seconds."""
+    """Return one row: the results of `penstock plan`, and its seconds."""
     command = [sys.executable, "-m", "penstock.runtime.cli.main", "plan", program, "--cluster", cluster, "--json"]
     command += ["--model", model, "--time-limit", str(limit), *words]
     row: dict[str, Any] = {"program": " ".join((program, *words)), "model": model, "cluster": cluster}

@@ -1,14 +1,15 @@
-"""What eight bits change of the demo's policy after `aipo`, and what they take of models of three sizes.
+"""How eight bits change the demo's policy after `aipo`, and how fast they decode models of three sizes.
 
     python benchmarks/precision.py [--updates 60] [--model DIR] [--tiny] [--keep]
 
-`formats`: responses to held-out prompts, sampled by the model in float32, and scored by it in each format. `kl` is the
-mean over their tokens of KL(float32 || format), in nats, over the whole vocabulary; `largest` that of one token; `mean
-|log p|` the distance of the sampled tokens' own log-probabilities; `reward` the share of held-out problems that greedy
-responses of a generator in that format solve. Weights are converted by the sender of a run. fp8 is emulated here.
+`formats`: responses to held-out prompts are sampled by the model in float32 and scored by it in each format. `kl` is
+the mean over their tokens of KL(float32 || format), in nats, over the whole vocabulary, and `largest` the largest of
+one token; `mean |log p|` is the mean absolute difference of the sampled tokens' log-probabilities; `reward` is the
+share of held-out problems that greedy responses of a generator in that format solve. The sender of a weight sync
+converts the weights. fp8 is emulated here.
 
-`decoding`: tokens per second of a generator with all slots in work, on one thread, random weights: float32 and bfloat16
-beside int8, whose activations between products are in either.
+`decoding`: tokens per second of a generator with all slots in use, on one thread, with random weights: float32,
+bfloat16, and int8 with activations between products in either of them.
 """
 
 import argparse
@@ -44,11 +45,11 @@ FORMATS = {
     "int8, bfloat16 between": ("bfloat16", "int8"),
     "fp8": ("float32", "fp8"),
 }
-"""The dtype of the run, and the precision."""
+"""The dtype of the run, and the precision of the generator's weights."""
 
 
 def received(context: Context, precision: str) -> Weights:
-    """The weights of the model as a generator gets them."""
+    """Return the weights of the model as a generator receives them."""
     publisher = WeightPublisher("weights", make_policy(replace(context, node="policy")), wire=precision)
     receiver = WeightReceiver("weights", restores=not precision)
     receiver.describe(publisher.description)
@@ -62,7 +63,7 @@ def reading(context: Context, precision: str) -> Context:
 
 
 class Reader:
-    """A generator's engine with the weights of one format."""
+    """A generator's engine with weights in one format."""
 
     def __init__(self, context: Context, name: str) -> None:
         dtype, precision = FORMATS[name]
@@ -71,7 +72,7 @@ class Reader:
         self.source = open_prompts(context.evaluation())
 
     def answers(self, problems: int, **options: Any) -> list[Rollouts]:
-        # A CPU emulates what a run on it refuses.
+        # A CPU emulates formats that a run on it refuses.
         with mock.patch("penstock.nodes.generate.engine.require_products"):
             self.engine = make_engine(self.context, **options)
         for ordinal in range(problems):
@@ -84,7 +85,7 @@ class Reader:
 
     @torch.inference_mode()
     def logprobs(self, rollouts: list[Rollouts]) -> tuple[Tensor, Tensor]:
-        """Of all words [P, V], and of the words that were sampled [P], float32."""
+        """Return the log-probabilities of all tokens [P, V] and of the sampled ones [P], in float32."""
         all_PV, own_P = [], []
         for packed in pack(Rollouts.concat(rollouts), 8192):
             logprobs_PV = packed_distributions(self.engine.unpacked, packed)
@@ -116,7 +117,7 @@ def formats(folder: str, sampled: int, problems: int) -> list[dict[str, Any]]:
 
 
 def decoding(folder: Path, name: str, batch: int, tokens: int) -> dict[str, Any]:
-    """The formats take turns."""
+    """Measure one case, with the formats taking turns."""
     cases = {}
     for each in ("float32", "bfloat16", "int8", "int8, bfloat16 between"):
         dtype, precision = FORMATS[each]

@@ -1,4 +1,4 @@
-"""The published rows as set-ups that the cost model can predict, by the rule of docs/measurements.md."""
+"""The published rows as set-ups that the cost model can predict, selected by the rule in docs/measurements.md."""
 
 import csv
 import re
@@ -23,10 +23,10 @@ NAMES = {
     "Qwen3-0.6B": "qwen3-0.6b",
     "INTELLECT-3": "glm-4.5-air",
 }
-"""Shapes by the rows' names; INTELLECT-3 is trained from GLM-4.5-Air."""
+"""Names of shapes by the rows' model names; INTELLECT-3 is trained from GLM-4.5-Air."""
 
 _POWER = (500 / 700) ** (1 / 3)
-"""A clock goes with the cube root of the power: torchtitan's H100 of 96 GB have 500 W of 700."""
+"""The clock rate grows with the cube root of the power: torchtitan's H100 of 96 GB have 500 W of 700."""
 
 
 def _slower(gpu: Gpu) -> Gpu:
@@ -39,7 +39,7 @@ KINDS = {**GPUS, "H100-96G": _slower(GPUS["H100"])}
 
 @dataclass(frozen=True)
 class Row:
-    """One published figure. `seconds` is of an RL step, or of the tokens of one micro-batch on each GPU."""
+    """One published figure. `seconds` is for an RL step, or for the tokens of one micro-batch on each GPU."""
 
     number: int
     system: str
@@ -67,13 +67,13 @@ class Row:
 
     @property
     def release(self) -> tuple[int, int]:
-        """Of the system, as its source says it; of two, the first: that of the tables."""
+        """The system's release, as its source gives it; of two, the first: that of the tables."""
         match = re.search(r"v(\d+)\.(\d+)", self.source)
         return (int(match[1]), int(match[2])) if match else (0, 0)
 
     @property
     def setup(self) -> tuple[object, ...]:
-        """What siblings share that differ in layout, mode or release."""
+        """What rows share that differ only in GPUs, layout, work, mode or release."""
         return (self.system, self.model, self.kind, self.longest)
 
     @property
@@ -82,7 +82,7 @@ class Row:
 
 
 def unusable(cells: dict[str, str]) -> str:
-    """Why a row is not usable, as docs/measurements.md says it; empty if it is."""
+    """Return the reason why a row is not usable, by the rule in docs/measurements.md; empty if it is usable."""
     system, mode = cells["system"], cells["mode"]
     if system in ("LlamaRL", "NeMo-Aligner"):
         return "no batch, lengths or split"
@@ -98,7 +98,7 @@ def unusable(cells: dict[str, str]) -> str:
 
 
 def read(path: Path = TABLE) -> tuple[list[Row], dict[str, int]]:
-    """The usable rows, and how many are not by reason."""
+    """Return the usable rows, and the number of unusable ones by reason."""
     rows: list[Row] = []
     left: dict[str, int] = {}
     with path.open(newline="") as file:
@@ -111,7 +111,7 @@ def read(path: Path = TABLE) -> tuple[list[Row], dict[str, int]]:
 
 
 # NeMo-RL 0.4's performance summary, which is not in the table (docs/about/performance-summary.md of its repository).
-# No term or constant comes from these rows. Model, mode, longest, mean, GPUs, batches, generator, trainer, seconds.
+# No term or constant was fitted to these rows. Model, mode, longest, mean, GPUs, batches, generator, trainer, seconds.
 LATER = """
 Llama3.1-8B  On   4096 1060  16 2048 512 1,1  1,1,1,1,1,2  97.7
 Llama3.1-8B  1off 4096 1129  16 2048 512 1,1  1,1,1,1,1,2  74.6
@@ -127,7 +127,7 @@ Qwen3-32B    1off 4096 3207  64 2048 512 4,1  4,1,1,4     215
 
 
 def later() -> list[Row]:
-    """The rows of `LATER`."""
+    """Return the rows of `LATER`."""
     rows = []
     for number, line in enumerate(LATER.strip().splitlines()):
         model, mode, longest, mean, gpus, sampled, batch, width, mesh, seconds = line.split()
@@ -155,7 +155,7 @@ def _row(number: int, cells: dict[str, str]) -> Row:
     else:
         seconds, per_gpu = gpus * longest / (rate * 1000), rate * 1000 / gpus
     layout, model = cells["placement(gen:train)"], cells["model"]
-    # What stays the same from one release of a project to the next.
+    # What identifies a row across releases of a project.
     released = (system, model, kind, gpus, cells["mode"], longest, work, layout if system != "NeMo-RL" else "")
     return Row(
         number, system, cells["source"], model, kind, gpus, layout, work, longest, float(cells["mean_len"] or 0),
@@ -169,15 +169,15 @@ def _number(name: str, text: str) -> int:
 
 
 def mesh_of(words: str) -> tuple[Parallel, int]:
-    """`FSDP8 TP8 PP8` of torchtitan and prime-rl, and how many ranks share a sequence (CP); weights are sharded over
-    those, too."""
+    """Parse `FSDP8 TP8 PP8` of torchtitan and prime-rl; also return how many ranks share a sequence (CP). Weights are
+    sharded over those ranks, too."""
     fsdp, tp, pp, cp = (_number(axis, words) for axis in ("FSDP", "TP", "PP", "CP"))
     return Parallel(fsdp=fsdp * cp, tp=tp, pp=pp), cp
 
 
 def nemo_layouts(row: Row) -> tuple[tuple[Parallel, int, int], Parallel, int]:
-    """The trainer's mesh with its CP and EP, the generator's mesh, and its replicas. Layouts are [TP, CP, EP, PP, VPP];
-    in those of six places, all of the 8B model, the last one is PP, as its recipe says."""
+    """Return the trainer's mesh with its CP and EP, the generator's mesh, and its number of replicas. Layouts are [TP,
+    CP, EP, PP, VPP]; in those with six numbers, all of the 8B model, the last one is PP, as its recipe says."""
     lists = re.findall(r"\[([^\]]*)\]", row.layout.replace("[TP,PP]", "").replace("..", "1"))
     width, depth = (int(size) for size in lists[0].split(","))
     sizes = [int(size) for size in lists[1].split(",")]
@@ -185,6 +185,6 @@ def nemo_layouts(row: Row) -> tuple[tuple[Parallel, int, int], Parallel, int]:
     trains = {0: row.gpus, 1: row.gpus // 2, 8: row.gpus * 2 // 3}[row.staleness]
     decodes = row.gpus - trains if row.staleness else row.gpus
     data = trains // (tp * cp * pp)
-    # One row's experts are over more ranks than half of its GPUs: as many as there are then.
+    # One row shards experts over more ranks than half of its GPUs: EP is limited to the ranks that there are.
     mesh = Parallel(fsdp=data * cp, tp=tp, pp=pp)
     return (mesh, cp, min(ep, mesh.stage)), Parallel(tp=width, pp=depth), max(1, decodes // (width * depth))

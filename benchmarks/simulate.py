@@ -3,9 +3,9 @@
     python benchmarks/simulate.py [--repeats N] [--keep]
 
 `aipo` at lag 1 on 128x8xH100, responses lognormal with a mean of 1,000 tokens, σ 0.7, cut at 4,096, each of the 409,600
-drawn by its own key. The plan is made by hand, so that a better planner changes nothing here: a quarter of the GPUs
-trains, the others generate, with 96 replicas of 8 (llama-70b) and 768 of one (llama-8b). Seconds are of the processor,
-of one thread, from the plan to the finished schedule; those of the clock stand beside them.
+drawn with its own key. The plan is made by hand, so that a better planner does not change the figures: a quarter of the
+GPUs trains, the others generate, with 96 replicas of 8 (llama-70b) or 768 of one (llama-8b). Seconds are processor time
+of one thread, from the plan to the finished schedule; wall-clock seconds are reported next to them.
 """
 
 import argparse

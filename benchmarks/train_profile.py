@@ -2,11 +2,11 @@
 
     python benchmarks/train_profile.py [--models 3M 11M 25M] [--dtype bfloat16 | float32] [--keep]
 
-The work of one update at lag 1, in one process on one thread: the engine samples `train.py`'s responses, whose prompts
-each have eight, and `aipo_update` learns from them. `products` are matrix products without attention's; `of the peak`
-is their rate over that of a large product in the same run. `between operations` is the rest of the seconds that the
-work takes without a profiler: Python, autograd, transposed factors. A pass of generation is one call of C, whose parts
-a profiler does not see. While both cores of a pair work, as in `train.py`, all takes longer.
+The work of one update at lag 1, in one process on one thread: the engine samples the responses of `train.py`, eight per
+prompt, and `aipo_update` learns from them. `products` are matrix products except those of attention; `of the peak` is
+their rate over that of a large product in the same run. `between operations` is the rest of the seconds that the work
+takes without a profiler: Python, autograd, transposed factors. A pass of generation is one call of C, whose parts a
+profiler does not see. While both cores of a pair work, as in `train.py`, everything takes longer.
 """
 
 import argparse
@@ -36,13 +36,13 @@ KINDS = {
     "attention": ("penstock::attend", "penstock::causal", "penstock::causal_backward"),
     "norms, gates, rotations": ("penstock::rms_norm", "penstock::gated", "penstock::rotate"),
 }
-"""Beginnings of the names of operations; a name belongs to the first kind that fits."""
+"""Prefixes of the names of operations; a name belongs to the first kind that matches."""
 OTHER, REST = "other operations", "between operations"
 REPEATS = 3
 
 
 def sampling(folder: Path, dtype: str) -> Callable[[], Rollouts]:
-    """Sample the responses of a batch."""
+    """Return a function that samples the responses of a batch."""
     context = Context(node="generate", model=str(folder), dtype=dtype, slots=PROMPTS * SAMPLES, max_tokens=TOKENS)
     engine = make_engine(context, samples=SAMPLES)
     weights = Weights(0, open_model(CausalLM, context)[0].state_dict())
@@ -55,14 +55,14 @@ def sampling(folder: Path, dtype: str) -> Callable[[], Rollouts]:
             engine.submit(ordinal, {"prompts": given, "behaviour": weights})
         while engine.busy():
             found += [rollouts for _, (rollouts, _) in engine.step()]
-        engine.slots.forget()  # or the next round finds its prompts computed
+        engine.slots.forget()  # otherwise the next round finds its prompts already computed
         return Rollouts.concat(found)
 
     return sample
 
 
 def learning(folder: Path, dtype: str, given: Rollouts) -> Callable[[], object]:
-    """Learn from them."""
+    """Return a function that learns from the responses."""
     context = Context(node="policy", model=str(folder), dtype=dtype, updates=1000)
     policy, advantage = make_policy(context), Advantages(torch.linspace(-1, 1, len(given)))
     return lambda: aipo_update.fn(policy, given, advantage, lr=1e-6)
@@ -75,7 +75,7 @@ def clock(work: Callable[[], object]) -> float:
 
 
 def seconds_by_kind(work: Callable[[], object]) -> dict[str, float]:
-    """Seconds of the processor, all of them as `seconds` and by kind; medians of each."""
+    """Return the median processor seconds, in total as `seconds`, and by kind."""
     work()
     seconds = median(clock(work) for _ in range(REPEATS))
     rounds: list[dict[str, float]] = []
@@ -109,7 +109,7 @@ def main() -> None:
             sample = sampling(folder, dtype)
             given = sample()
             tokens = float(given.response_lengths_N.float().mean())
-            # A pass to sample, and one to learn with a backward pass of twice its products.
+            # One pass samples, one learns, and the backward pass has twice the products of a pass.
             whole = flops(hidden, layers, Batch(PROMPTS, SAMPLES, PROMPT_TOKENS, tokens))
             for work, share in ((sample, 1 / 4), (learning(folder, dtype, given), 3 / 4)):
                 found = seconds_by_kind(work)

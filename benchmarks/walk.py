@@ -2,11 +2,11 @@
 
     python benchmarks/walk.py [--keep]
 
-`aipo` runs as `penstock run aipo --in-process` does, with 1 group of 2 samples per update and lag 0, so that one update
-is one group, from its prompt to the generation of the next. The functions that are called between the end of one
-update and the end of the next are counted. A call is between two functions of Penstock; what runs between them (torch,
-the standard library) is left out. A change of package is a call from one package to another one: graph, nodes,
-programs, or one of the runtime's.
+`aipo` runs as with `penstock run aipo --in-process`, with 1 group of 2 samples per update and lag 0, so that one update
+covers one group, from its prompt to the generation of the next. The functions that are called between the end of one
+update and the end of the next are counted. A call is between two functions of Penstock; frames between them (torch, the
+standard library) are skipped. A change of package is a call from one package to another one: graph, nodes, programs, or
+one of the runtime's.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.record.folder import RunFolder
 
 FIRST, UPDATES = 2, 5
-"""The update whose end the count begins at: by then everything that is made once has been. And all updates."""
+"""The update at whose end counting starts, after everything that is made once; and the number of updates."""
 
 
 class Walk:
-    """Counts calls while it is on."""
+    """A profile function that counts calls."""
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, str]] = Counter()
@@ -41,7 +41,7 @@ class Walk:
         self._files: dict[CodeType, str] = {}
 
     def file(self, code: CodeType) -> str:
-        """The file of a function, relative to the repository; "" if it is none of Penstock's."""
+        """Return the file of a function, relative to the repository; "" if it is not one of Penstock's."""
         if code not in self._files:
             path = Path(code.co_filename).resolve()
             ours = any(path.is_relative_to(ROOT / folder) for folder in ("graph", "nodes", "runtime", "programs"))
@@ -73,7 +73,7 @@ class Walk:
 
 @contextmanager
 def profiled(walk: Walk) -> Iterator[Any]:
-    """Hears the lines for the display, and counts between the ends of two updates."""
+    """Give a function that receives the lines for the display and counts calls between the ends of two updates."""
     seen = 0
 
     def hear(line: dict[str, Any]) -> None:

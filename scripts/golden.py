@@ -1,4 +1,4 @@
-"""What users see, kept as files and compared: the outputs of all verbs on all programs, and the bits of short runs.
+"""Compare what users see with kept files: the outputs of all verbs on all programs, and the bits of short runs.
 
     python scripts/golden.py                     compare this tree with tests/golden
     python scripts/golden.py --write             write tests/golden
@@ -7,12 +7,13 @@
 
 Every verb is called in a child that is forked from one process with torch and Penstock loaded, so that all programs
 take about a minute. The processes that a verb starts (the one that traces, the one of `--in-process`) are forked, too.
-Their clock is virtual: it stands still but for `time.sleep`, which moves it on at once. So durations in a run of fake
-nodes are the same each time.
+Their clock is virtual: only `time.sleep` advances it, and returns at once. So durations in a run of fake nodes are the
+same each time.
 
-Where a module lives is not compared: an import path loses its modules, a line of a program is given by its text, one of
-another file is left out. tests/golden holds texts, and a hash of what is long. It holds nothing that depends on the
-machine: floats have few digits there, and digests of tensors are left out; `--against` compares those as well.
+The location of a module is not compared: import paths lose their modules, a line number in a program is replaced by the
+text of that line, and one in another file is left out. tests/golden holds short outputs as text and long ones as
+hashes. It holds nothing that depends on the machine: floats are rounded to a few digits, and digests of tensors are
+left out; `--against` compares those as well.
 """
 
 import argparse
@@ -45,16 +46,17 @@ ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 HASHES = "hashes.json"
 CORES = 2
-"""Cores that the programs believe to have."""
+"""The number of cores that the programs see."""
 TEXT_BYTES = 25_000
-"""The longest output that tests/golden keeps as a text."""
+"""The length of the longest output that tests/golden keeps as text."""
 HASHED = (".svg", ".html", "/help.txt", "/simulate-trace.json")
-"""Outputs that tests/golden keeps as a hash, whatever their length; `--against` shows how they differ."""
+"""Outputs that tests/golden keeps as a hash at any length; `--against` shows how they differ."""
 LOCAL = "/local/"
 """Part of the names of outputs that depend on the machine. Only `--against` makes them and compares them."""
 TICKS = 2**20
-"""Ticks of the virtual clock in a second. Its times are exact floats: a sleep until a given time ends at the first tick
-after it, in however many parts it is slept, so that the times of a run do not depend on how often nodes are polled."""
+"""Ticks of the virtual clock per second. Its times are exact floats: a sleep until a given time ends at the first tick
+that is not before it, even if it is split into several sleeps, so that the times of a run do not depend on how often
+nodes are polled."""
 DIGITS = 5
 """Digits of floats in tests/golden."""
 
@@ -63,7 +65,7 @@ DIGITS_RULE = """
 def share_of_digits(prompt: str, response: str, answer: str) -> float:
     return sum(map(str.isdigit, response)) / 3
 """
-"""The reward in runs: an untrained policy earns some of it, so that it has something to learn from."""
+"""The reward function of the runs. An untrained policy gets some reward from it, and so has something to learn from."""
 PLAN = ("--cluster", "2x8xH100", "--model", "llama-8b", "--batch", "64")
 SMALL = ("--model", "new", "--batch", "2", "--max-tokens", "3", "--slots", "8", "--eval-groups", "2", "--updates", "3")
 SAMPLED = (*SMALL, "--samples", "4")
@@ -77,21 +79,21 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "guessing": (*SMALL, "--samples", "8"),
     "sft": SMALL,
 }
-"""Programs that are run in one process, with pinned versions where a filter does not forbid it."""
+"""The options of the programs that are run in one process. Versions are pinned unless a filter forbids it."""
 ANYWHERE = "toy"
-"""The program of fake nodes: of the runs, all but its tensors is the same on every machine."""
+"""The program of fake nodes: everything in its run except the tensors is the same on every machine."""
 
 VERBS = ("run", "resume", "show", "check", "plan", "simulate", "report", "watch", "replay", "export", "agent", "doctor")
 
 Output = Callable[[str, str], None]
-"""Takes the name of an output, and its text."""
+"""Takes the name of an output and its text."""
 
 
-# The process of one tree: it calls the verbs and writes their outputs.
+# The process of one tree, which calls the verbs and writes their outputs.
 
 
 class Clock:
-    """A clock that stands still but for sleeping. Off, it is the real one."""
+    """A clock that only `sleep` advances while it is `virtual`; otherwise it is the real one."""
 
     def __init__(self) -> None:
         self.virtual = False
@@ -120,7 +122,7 @@ CLOCK = Clock()
 
 
 class Forked(subprocess.Popen[Any]):
-    """A `python -P -m MODULE …` without redirections is forked from this process, which has imported what it needs."""
+    """Fork `python -P -m MODULE …` without redirections from this process, which has imported what it needs."""
 
     def _execute_child(self, args: Any, executable: Any, *rest: Any) -> None:
         words = [os.fspath(word) for word in args if word != "-P"] if not isinstance(args, str) else []
@@ -136,7 +138,7 @@ class Forked(subprocess.Popen[Any]):
 
 
 def run_module(name: str, words: Sequence[str]) -> None:
-    CLOCK.elapsed_ticks = 0  # how long its parent has waited for a lock, say, is another time in each run
+    CLOCK.elapsed_ticks = 0  # the time that the parent has waited, for a lock for example, differs between runs
     sys.argv = [name, *words]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -144,7 +146,7 @@ def run_module(name: str, words: Sequence[str]) -> None:
 
 
 def leave(work: Callable[[], None]) -> None:
-    """Do the work of a forked process, then end it."""
+    """Do the work of a forked process, then end the process."""
     status = 0
     try:
         work()
@@ -160,10 +162,10 @@ def leave(work: Callable[[], None]) -> None:
 
 
 def serve_tree(tree: Path, out: Path, programs: Sequence[str], local: bool) -> None:
-    """Write the outputs of a tree's programs into a folder each; the `local` ones only if they are wanted. The tree's
-    `src` is on PYTHONPATH."""
-    gc.disable()  # what is imported stays: to look for garbage among it takes a tenth of the imports' time
-    import torch  # before the clock is replaced, as the standard library above
+    """Write the outputs of each of a tree's programs into a folder of its own, the machine-dependent ones only if
+    `local`. The tree's `src` is on PYTHONPATH."""
+    gc.disable()  # imported objects stay; collecting among them takes a tenth of the time of the imports
+    import torch  # before the clock is replaced, like the standard library above
 
     CLOCK.install()
     secrets.token_hex = lambda nbytes=None: "ab" * (nbytes or 32)
@@ -173,7 +175,7 @@ def serve_tree(tree: Path, out: Path, programs: Sequence[str], local: bool) -> N
     main = load(tree)
     subprocess.Popen = Forked  # type: ignore[misc]
     CLOCK.virtual = True
-    gc.freeze()  # or the first collection in each process would write to, and so copy, every page
+    gc.freeze()  # otherwise the first collection in each process would write to every page and so copy it
     gc.enable()
     children: dict[int, tuple[str, Path]] = {}
     waiting = list(programs)
@@ -190,11 +192,11 @@ def serve_tree(tree: Path, out: Path, programs: Sequence[str], local: bool) -> N
         shutil.rmtree(scratch, ignore_errors=True)
         if status:
             raise SystemExit(f"{program}: the process that called its verbs failed")
-    gc.unfreeze()  # or triton says at the end what it has leaked
+    gc.unfreeze()  # otherwise triton reports leaks at the end
 
 
 def load(tree: Path) -> Callable[[Sequence[str]], None]:
-    """The command's function, after all modules of the tree have been imported that children may need."""
+    """Import all modules of the tree that children may need, and return the command's function."""
     import penstock
 
     if Path(penstock.__path__[0]).resolve() != tree.resolve():
@@ -212,7 +214,7 @@ def load(tree: Path) -> Callable[[Sequence[str]], None]:
 
 
 def call_verbs(main: Any, tree: Path, out: Path, program: str, scratch: Path, local: bool) -> None:
-    """All outputs of one program; `penstock` stands for the command itself."""
+    """Write all outputs of one program; `penstock` stands for the command itself."""
     os.chdir(scratch)
     os.environ["PENSTOCK_CACHE"] = str(scratch / "cache")
     folder = out / program
@@ -250,7 +252,7 @@ def call_verbs(main: Any, tree: Path, out: Path, program: str, scratch: Path, lo
 
 
 def simulate(call: Any, write: Output, program: str, graph: Mapping[str, Any]) -> None:
-    """The schedule with seconds that differ by node, and, for a language model, that of a plan."""
+    """Simulate the schedule with durations that differ by node, and the schedule of a plan."""
     words = ["simulate", program, "--updates", "6", "--batch", "4", "--width", "100"]
     durations = [
         f"{node['name'].partition(':')[0]}=0.0{1 + place % 9}~0.3"
@@ -267,7 +269,7 @@ def simulate(call: Any, write: Output, program: str, graph: Mapping[str, Any]) -
 
 
 def run(call: Any, write: Output, program: str, scratch: Path) -> None:
-    """A run in one process: what it prints and leaves, and what the verbs say of its folder."""
+    """Run in one process, and write what the run prints, the files it leaves, and what the verbs print about them."""
     pinned = ("--in-process", "--versions", "pinned", "--device", "cpu", "--out", "run")
     place = "" if program == ANYWHERE else "local/"
     call(f"{place}run.txt", "run", f"{program}.py:{program}", *pinned, *RUNS[program])
@@ -285,7 +287,7 @@ def run(call: Any, write: Output, program: str, scratch: Path) -> None:
 
 
 def printed_by(main: Any, words: Sequence[str], scratch: Path) -> str:
-    """What the command prints, that of its children included, and the exit status if it is not 0."""
+    """Return what the command and its children print, and the exit status if it is not 0."""
     status: Any = 0
     with (scratch / "printed").open("w+") as file, (scratch / "complained").open("w+") as errors:
         kept = os.dup(1), os.dup(2)
@@ -311,7 +313,7 @@ def printed_by(main: Any, words: Sequence[str], scratch: Path) -> str:
 
 
 def events(path: Path) -> Iterator[str]:
-    """The records of an event log, a line each, without digests: `runtime/record` has the format."""
+    """Yield the records of an event log, one per line, without their digests; `runtime/record` has the format."""
     from msgspec import msgpack
 
     data = path.read_bytes()
@@ -327,7 +329,7 @@ def events(path: Path) -> Iterator[str]:
 
 
 def tensors(folder: Path) -> Iterator[str]:
-    """A digest of every tensor below a folder."""
+    """Yield a digest of every tensor below a folder."""
     import torch
     from safetensors.torch import load_file
 
@@ -339,7 +341,7 @@ def tensors(folder: Path) -> Iterator[str]:
 
 
 class Cleaner:
-    """Takes out of a text what is no matter of the outputs: places of files, modules, dates."""
+    """Remove from a text what is not compared: paths of files, modules, dates."""
 
     def __init__(self, tree: Path, scratch: Path) -> None:
         self.tree, self.scratch = str(tree), str(scratch)
@@ -356,7 +358,7 @@ class Cleaner:
         return _ordered(text) if text.startswith("{\n") else "\n".join(map(_ordered, text.split("\n")))
 
     def _source(self, match: re.Match[str]) -> str:
-        """The text of a program's line; a file that is no program's has no place that lasts."""
+        """Return the text of a program's line. Locations in other files change often and are left out."""
         path, line = match[1], match[2] or match[3]
         if not path.startswith("programs/"):
             return "SOURCE"
@@ -366,12 +368,12 @@ class Cleaner:
 
 
 def _line(path: str, number: str) -> str:
-    """The text of a line, as it can stand in a JSON text."""
+    """Return the text of a line in a form that is valid within JSON text."""
     return f"«{linecache.getline(path, int(number)).strip()}»".replace('"', "'").replace("\\", "/")
 
 
 def _ordered(text: str) -> str:
-    """A JSON text with the import paths that are keys in their own order, for they were in that of modules."""
+    """Return JSON text with keys that are import paths sorted: their order was by module."""
     if '"penstock:' not in text:
         return text
     try:
@@ -397,7 +399,7 @@ def _by_path(value: Any) -> Any:
 
 
 def outputs(tree: Path, scratch: Path, programs: Sequence[str], local: bool = False) -> Path:
-    """The folder with a tree's outputs, made by a process that has its modules."""
+    """Return the folder with a tree's outputs, made by a process that imports the tree's modules."""
     out = scratch / f"out-{secrets.token_hex(4)}"
     out.mkdir()
     environment = os.environ | {
@@ -416,7 +418,7 @@ def outputs(tree: Path, scratch: Path, programs: Sequence[str], local: bool = Fa
 
 
 def built_in(tree: Path) -> list[str]:
-    """The programs of a tree, and the command itself."""
+    """Return the programs of a tree, and `penstock` for the command itself."""
     return ["penstock", *sorted(path.stem for path in (tree / "programs").glob("[a-z]*.py"))]
 
 
@@ -425,7 +427,7 @@ def texts(folder: Path) -> dict[str, str]:
 
 
 def kept(outputs: Mapping[str, str]) -> dict[str, str]:
-    """Outputs as tests/golden keeps them: hashes of the long ones, and nothing that depends on the machine."""
+    """Return outputs as tests/golden keeps them: hashes of the long ones, and nothing that depends on the machine."""
     files, hashes = {}, {}
     for name, text in outputs.items():
         if LOCAL in name:
@@ -440,7 +442,7 @@ def kept(outputs: Mapping[str, str]) -> dict[str, str]:
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
-    """A unified diff of all outputs."""
+    """Yield the lines of a unified diff of all outputs."""
     for name in sorted({*old, *new}):
         before, after = (side.get(name, "").splitlines(keepends=True) for side in (old, new))
         for line in difflib.unified_diff(before, after, f"before/{name}", f"after/{name}"):
@@ -448,7 +450,7 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]
 
 
 def golden(programs: Sequence[str]) -> dict[str, str]:
-    """What tests/golden has of some programs."""
+    """Return what tests/golden has for some programs."""
     files = {name: text for name, text in texts(GOLDEN).items() if name.partition("/")[0] in programs}
     hashes = json.loads((GOLDEN / HASHES).read_text())
     wanted = {name: digest for name, digest in hashes.items() if name.partition("/")[0] in programs}
@@ -456,13 +458,13 @@ def golden(programs: Sequence[str]) -> dict[str, str]:
 
 
 def compared(programs: Sequence[str]) -> str:
-    """How this tree's outputs differ from tests/golden; "" where they are equal."""
+    """Return the diff between tests/golden and this tree's outputs; "" if they are equal."""
     with tempfile.TemporaryDirectory() as scratch:
         return "".join(differences(golden(programs), kept(texts(outputs(ROOT, Path(scratch), programs)))))
 
 
 def compared_with(commit: str, programs: Sequence[str]) -> str:
-    """How this tree's outputs differ from those of a commit, all of them; "" where they are equal."""
+    """Return the diff between all outputs of a commit and of this tree; "" if they are equal."""
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch) / "tree"
         subprocess.run(["git", "worktree", "add", "--detach", "-f", str(tree), commit], cwd=ROOT, check=True, stdout=2)
@@ -475,7 +477,7 @@ def compared_with(commit: str, programs: Sequence[str]) -> str:
 
 
 def write(programs: Sequence[str]) -> None:
-    """Write tests/golden; the files of other programs stay."""
+    """Write tests/golden; the files of other programs stay as they are."""
     with tempfile.TemporaryDirectory() as scratch:
         found = kept(texts(outputs(ROOT, Path(scratch), programs)))
     hashes = json.loads((GOLDEN / HASHES).read_text()) if (GOLDEN / HASHES).exists() else {}

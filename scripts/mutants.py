@@ -1,19 +1,20 @@
 """Check that the tests still notice known faults: `python scripts/mutants.py [ID …] [--jobs N]`.
 
-`tests/mutants.toml` lists mutants: small changes of the product, each of which breaks one rule and fails a test. For
-each of them this script changes a copy of the tree and runs the tests that have to fail. The working tree is only read.
+`tests/mutants.toml` lists mutants: small changes of the product, each of which breaks one rule and makes a test fail.
+For each of them this script changes a copy of the tree and runs the tests that must fail. The working tree is only
+read.
 
-The file lasts longer than names and paths. A mutant's text is looked for in all product files, whatever its white
-space and trailing commas are; a test that is not where the list says is looked for by its function's name. What is
-found neither way is said, and has to be brought up to date by hand.
+The list survives moved files and reformatting. A mutant's text is searched for in all product files, regardless of
+white space and trailing commas; a test that is not in the listed file is searched for by its function's name. What is
+found neither way is reported and must be updated by hand.
 
 Prints one line for each mutant:
     killed           a named test failed, or did not end in time
-    survived         all named tests passed: the rule is not checked any more
+    survived         all named tests passed: no test checks the rule any more
     does not apply   the text is in no product file, or in several places
-    test missing     no test of that name, or it was not collected or skipped
-    broken           the copy could not be tested: a syntax error, an import error, or such
-    red without it   a named test fails in the tree as it is
+    test missing     no test has that name, or it was skipped or deselected
+    broken           the copy could not be tested: a syntax error, an import error, or pytest had to be killed
+    red without it   a named test fails in the unchanged tree
 Exits with 0 if all were killed.
 """
 
@@ -41,16 +42,16 @@ MUTANTS = "tests/mutants.toml"
 PRODUCT = ("graph", "nodes", "runtime", "programs")
 
 PASSED, FAILED = 0, 1
-"""Exit statuses of pytest. The others mean that tests were not run as they were asked for."""
+"""Exit statuses of pytest. The others mean that the tests were not run as requested."""
 START_S = 120.0
-"""Seconds in which pytest has started and collected the tests, on a busy machine."""
+"""Seconds allowed for pytest to start and collect the tests, on a busy machine."""
 SKIPPED = re.compile(r"^\d+ (skipped|deselected)", re.MULTILINE)
 TOKEN = re.compile(r"\w+|[^\w\s]")
-"""What a text is compared by: words and signs, without the white space between them."""
+"""The tokens by which texts are compared: words and punctuation, without the white space between them."""
 
 
 class MutantError(ValueError):
-    """A mutant that cannot be tried: its verdict, and why."""
+    """A mutant cannot be tried. Has its verdict and the reason."""
 
     def __init__(self, verdict: str, why: str) -> None:
         super().__init__(why)
@@ -59,9 +60,10 @@ class MutantError(ValueError):
 
 @dataclass(frozen=True)
 class Mutant:
-    """`old` is the text of `rule` in the product, `new` what breaks it, and `tests` are ids of tests that notice.
+    """`old` is the product text that implements `rule`, `new` the text that breaks it, and `tests` are the ids of the
+    tests that fail then.
 
-    `file` is where `old` was when the mutant was written: a hint for readers, it is found wherever it is.
+    `file` is where `old` was when the mutant was written. It is a hint for readers: `old` is found in any file.
     """
 
     id: str
@@ -81,7 +83,7 @@ class Verdict:
 
 
 def read_mutants(path: Path) -> list[Mutant]:
-    """All mutants of the list. Raises ValueError for one that lacks a field, and for two with one id."""
+    """Return all mutants of the list. Raises ValueError if two have the same id."""
     entries = tomllib.loads(path.read_text())["mutant"]
     mutants = [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
     if twice := [name for name, number in Counter(mutant.id for mutant in mutants).items() if number > 1]:
@@ -90,8 +92,8 @@ def read_mutants(path: Path) -> list[Mutant]:
 
 
 def pattern(text: str) -> re.Pattern[str]:
-    """Finds a text however a formatter breaks its lines: white space between words and signs is free, and so is a
-    comma before a closing bracket. "…" stands for anything within a line."""
+    """Return a pattern that finds a text however a formatter breaks its lines: white space between words and
+    punctuation is free, and so is a comma before a closing bracket. "…" matches anything within a line."""
     parts, before = [], ""
     for token in TOKEN.findall(text):
         if before:
@@ -106,14 +108,14 @@ def pattern(text: str) -> re.Pattern[str]:
 
 
 def mutated(mutant: Mutant, root: Path) -> tuple[Path, str]:
-    """The product file that the mutant is in, and its content with the change. Raises MutantError."""
+    """Return the product file that contains the mutant's text, and its content with the change. Raises MutantError."""
     sought, words = pattern(mutant.old), set(TOKEN.findall(mutant.old)) - {"…"}
     paths = sorted(path for folder in PRODUCT for path in (root / folder).rglob("*.py"))
     places = [
         (path, text, found)
         for path in paths
         for text in [path.read_text()]
-        # That a file lacks one of its words is found out much sooner than that it lacks the text.
+        # Checking for the single words is much faster than searching for the whole text.
         if all(word in text for word in words)
         for found in sought.finditer(text)
     ]
@@ -122,7 +124,7 @@ def mutated(mutant: Mutant, root: Path) -> tuple[Path, str]:
         why = f"in {len(places)} places: {where}" if places else f"in no product file (it was in {mutant.file})"
         raise MutantError("does not apply", why)
     path, text, found = places[0]
-    # Lines of a replacement after the first are indented as the line that they take the place of.
+    # The lines of a replacement after the first get the indentation of the line that is replaced.
     indent = re.match(r"\s*", text[text.rfind("\n", 0, found.start()) + 1 :])
     new = mutant.new.strip().replace("\n", "\n" + (indent[0] if indent else ""))
     changed = text[: found.start()] + new + text[found.end() :]
@@ -134,7 +136,7 @@ def mutated(mutant: Mutant, root: Path) -> tuple[Path, str]:
 
 
 def located(mutant: Mutant, root: Path) -> list[str]:
-    """The ids of the mutant's tests where they are now; of two, one is enough. Raises MutantError if there is none."""
+    """Return the current ids of the mutant's tests that still exist. Raises MutantError if there is none."""
     ids = [f"{path.relative_to(root)}::{name}" for name, path in _places(mutant.tests, root)]
     if not ids:
         raise MutantError("test missing", f"none of {', '.join(mutant.tests)}")
@@ -142,7 +144,7 @@ def located(mutant: Mutant, root: Path) -> list[str]:
 
 
 def _places(tests: Iterable[str], root: Path) -> Iterator[tuple[str, Path]]:
-    """The function of each test with its file: the one that is named, or all that define such a function."""
+    """Yield each test's function with its file: the named file, or every test file that defines such a function."""
     for test in tests:
         file, _, name = test.partition("::")
         function = re.compile(rf"^def {re.escape(name)}\(", re.MULTILINE)
@@ -156,7 +158,7 @@ def _places(tests: Iterable[str], root: Path) -> Iterator[tuple[str, Path]]:
 
 
 class Copy:
-    """A copy of the tree in which tests are run. `timeout`: seconds for each test."""
+    """A copy of the tree in which tests are run. `timeout` is in seconds per test."""
 
     def __init__(self, root: Path, timeout: float) -> None:
         self.root, self.timeout = root, timeout
@@ -164,7 +166,7 @@ class Copy:
 
     @staticmethod
     def of(tree: Path, folder: Path, timeout: float) -> "Copy":
-        """Copies what git tracks, and what it would, links as links."""
+        """Copy tracked files, and untracked files that git does not ignore; links are copied as links."""
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         listed = subprocess.run(command, cwd=tree, check=True, capture_output=True, text=True).stdout
         for name in filter(None, listed.split("\0")):
@@ -175,13 +177,14 @@ class Copy:
         return Copy(folder, timeout)
 
     def write(self, path: Path, text: str) -> None:
-        """Each write has a time of its own: Python knows compiled files by the seconds and the size of their source."""
+        """Write a file with a unique modification time: Python validates compiled files by the source's time in
+        seconds and its size."""
         path.write_text(text)
         tick = next(self._ticks)
         os.utime(path, (tick, tick))
 
     def pytest(self, tests: Sequence[str], *options: str) -> tuple[int | None, str]:
-        """The exit status of pytest, None if it had to be killed, and what it printed."""
+        """Return the exit status of pytest, None if it had to be killed, and what it printed."""
         environment = {**os.environ, "PYTHONPATH": str(self.root / "src"), "OMP_WAIT_POLICY": "passive"}
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *options, *tests]
         command += ["-o", f"timeout={self.timeout}"]
@@ -193,7 +196,7 @@ class Copy:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,  # so that what the tests have started ends with them
+            start_new_session=True,  # so that processes that the tests have started can be killed with them
         )
         try:
             said, _ = process.communicate(timeout=START_S + self.timeout * len(tests))
@@ -205,7 +208,7 @@ class Copy:
 
 
 def attempt(mutant: Mutant, copy: Copy, red: frozenset[str]) -> Verdict:
-    """Change the copy, run the mutant's tests, and change it back. `red` are tests that fail without any change."""
+    """Change the copy, run the mutant's tests, and undo the change. `red` are tests that fail without any change."""
     began = monotonic()
     try:
         tests = located(mutant, copy.root)
@@ -233,7 +236,7 @@ def attempt(mutant: Mutant, copy: Copy, red: frozenset[str]) -> Verdict:
 
 
 def failing_now(mutants: Iterable[Mutant], copy: Copy) -> frozenset[str]:
-    """The named tests that fail in the tree as it is."""
+    """Return the named tests that fail in the unchanged tree."""
     tests = dict.fromkeys(
         f"{path.relative_to(copy.root)}::{name}" for each in mutants for name, path in _places(each.tests, copy.root)
     )
@@ -246,7 +249,7 @@ def failing_now(mutants: Iterable[Mutant], copy: Copy) -> frozenset[str]:
 
 
 def look(mutants: Iterable[Mutant]) -> int:
-    """Print which mutants do not apply to the working tree, or have no test there; 0 if there are none."""
+    """Print the mutants that do not apply to the working tree or have no test there; return 0 if there are none."""
     status = 0
     for mutant in mutants:
         try:
