@@ -66,6 +66,7 @@ def smoke(device: str) -> Iterator[Figures]:
         model = CausalLM(small(ONE_B), torch.float32)
         model.init_weights(0)
         save_model(model, model.state_dict(), name)
+        byte_tokenizer().save(name)
         # As somebody types it who has read nothing: on a card it is planned.
         yield {"first run": penstock_run([f"--model={name}", "--data=arithmetic", "--batch=4", "--updates=3"])[0]}
     files = ["runtime/tensor/test_links.py", "runtime/tensor/test_checkpoint.py"]
@@ -578,6 +579,7 @@ def plan(device: str) -> Iterator[Figures]:
             yield {"measured": measured}
         model = CausalLM(config, torch.bfloat16)
         save_model(model, {n: t.cpu() for n, t in Policy(device, config).tensors.items()}, folder / "model")
+        byte_tokenizer().save(folder / "model")
         work = [f"--batch={batch}", f"--samples={samples}", f"--max-tokens={tokens}", f"--slots={slots}", "--lag=1"]
         lengths = ["--prompt-tokens=8", f"--lengths={tokens},0", f"--model={folder / 'model'}"]
         file = folder / "plan.json"

@@ -1,4 +1,4 @@
-"""Text to tokens and back: a model directory's own `tokenizer.json`, or single bytes.
+"""Text to tokens and back: a model directory's own `tokenizer.json`, or, for new models, single bytes.
 
 Both use the `tokenizers` library, so that other tools can read the saved files. A prompt goes through the model's chat
 template if it has one; a response never does. A template formats a conversation as the model saw it in training. It is
@@ -23,7 +23,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from penstock.nodes.model.config import read_json, token_ids
 
 EOS, PAD, UNKNOWN = "<eos>", "<pad>", "<unk>"
-# A directory with one of these has a tokenizer, but without tokenizer.json it cannot be read here.
+# Files of a tokenizer that cannot be read here without tokenizer.json.
 FILES_OF_OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json")
 # The beginning of chat messages as a text.
 _CHAT = '[{"role": "'
@@ -279,11 +279,12 @@ def byte_tokenizer(alphabet: str | None = None) -> Tokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a model directory; single bytes if it has no file of any tokenizer."""
+    """The tokenizer of a model directory. Raises TokenizerError if it has none, or one that cannot be read."""
     folder = Path(folder)
     path = folder / "tokenizer.json"
     if not path.exists():
-        return _default(folder)
+        found = ", ".join(name for name in FILES_OF_OTHERS if (folder / name).exists()) or "no file of a tokenizer"
+        raise TokenizerError(f"{folder}: given {found}, needed tokenizer.json, as save_pretrained writes it")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more exact
@@ -348,17 +349,6 @@ def _of_model(backend: tokenizers.Tokenizer, most: int, named: set[str], templat
     whole = json.loads(backend.to_str())
     whole["added_tokens"] = [token for token in whole["added_tokens"] if token["content"] not in beyond]
     return tokenizers.Tokenizer.from_str(json.dumps(whole))
-
-
-def _default(folder: Path) -> Tokenizer:
-    if found := [name for name in FILES_OF_OTHERS if (folder / name).exists()]:
-        raise TokenizerError(f"{folder}: given {', '.join(found)}, needed tokenizer.json")
-    tokenizer = byte_tokenizer()
-    vocab_size = _json(folder / "config.json").get("vocab_size")
-    if not isinstance(vocab_size, int) or vocab_size < tokenizer.vocab_size:
-        needed = f"the file, or at least {tokenizer.vocab_size} tokens to read single bytes"
-        raise TokenizerError(f"{folder}: given no tokenizer.json and a vocabulary of {vocab_size}, needed {needed}")
-    return tokenizer
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:

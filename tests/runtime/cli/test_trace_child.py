@@ -381,6 +381,7 @@ def model_dir(tmp_path: Path) -> Callable[..., str]:
         shape = {"vocab_size": 258, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
         heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **shape, **heads, **facts}))
+        byte_tokenizer().save(tmp_path)
         return str(tmp_path)
 
     return make
