@@ -1,12 +1,12 @@
-"""Seconds per update at lag 0 with the batch whole and in parts, where responses have lognormal lengths.
+"""Seconds per update at lag 0 with the batch whole and in parts, if responses have lognormal lengths.
 
     python benchmarks/accumulate.py [--keep] [--repeats N]
 
-The trainer is real: AIPO's update of the small untrained model, in a process of its own. The generator is not, so that
-it takes no cores from the trainer, as on machines of its own: it has room for `ROOM` groups at once, sleeps for as long
-as a group's longest response has tokens, and hands out random ones. Whole and parted runs alternate; the table has the
-median seconds between two rows of `metrics.jsonl` after the first `WARM`. Beside it is what the simulator expects of
-the same lengths, with the median seconds that the whole updates took.
+The trainer is real: AIPO's update of the small untrained model, in a process of its own. The generator is fake, so that
+it takes no cores from the trainer, as on separate machines: it has room for `ROOM` groups at once, sleeps in proportion
+to the tokens of a group's longest response, and returns random tokens. Runs with whole batches and in parts alternate;
+the table has the median seconds between rows of `metrics.jsonl` after the first `WARM`, and what the simulator predicts
+for the same lengths with the median seconds of the whole updates.
 """
 
 import argparse
@@ -38,25 +38,25 @@ from penstock.runtime.schedule.simulator import Durations, draw, simulate
 
 SAMPLES, BATCH, UPDATES, WARM = 4, 16, 12, 2
 PARTS = (0, 8, 4)
-"""Groups of a part; 0 is the whole batch."""
+"""Groups per part; 0 is the whole batch."""
 MEAN, SIGMA, LONGEST, TOKEN_S = 60.0, 1.0, 256, 0.005
 ROOM = 4
 VOCABULARY, PROMPT = 200, 4
 
 
 def lengths(ordinal: int) -> list[int]:
-    """Tokens of a group's responses: lognormal, keyed by the group."""
+    """Return the numbers of tokens of a group's responses: lognormal, keyed by the group."""
     normal = (NormalDist().inv_cdf(draw(f"{ordinal}/{sample}")) for sample in range(SAMPLES))
     return [max(1, min(LONGEST, round(MEAN * exp(SIGMA * x - SIGMA**2 / 2)))) for x in normal]
 
 
 def seconds(ordinal: int) -> float:
-    """In which a group is generated."""
+    """Return the seconds in which a group is generated."""
     return max(lengths(ordinal)) * TOKEN_S
 
 
 class SleepingEngine:
-    """So many groups at once, each for its own seconds; the others wait in line."""
+    """Generates up to `ROOM` groups at once, each for its own seconds, while the others wait in a queue."""
 
     def __init__(self) -> None:
         self.groups: dict[Any, tuple[float, int, int]] = {}
@@ -112,7 +112,7 @@ def sleep_and_say(
 
 @node(pool="scorer")
 def toss(rollouts: Rollouts) -> Rewards:
-    """1 or 0 at random: what is learnt is of no matter."""
+    """1 or 0 at random: what is learnt does not matter."""
     numbers = torch.Generator().manual_seed(rollouts.ordinals[0])
     return Rewards(torch.randint(2, (len(rollouts),), generator=numbers).float())
 
@@ -128,8 +128,8 @@ PROGRAM = f"{Path(__file__).resolve()}:tailed"
 
 
 def measured(accumulate: int, folder: Path) -> tuple[list[float], list[float]]:
-    """Seconds between rows of a real run, and of its updates."""
-    # Texts of bytes: the model of arithmetic has too short a context.
+    """Run for real; return the seconds between rows, and the seconds of its updates."""
+    # Text as data, for a model of bytes: the model of arithmetic has too short a context.
     texts = folder.with_suffix(".jsonl")
     texts.write_text('{"question": "one and one", "answer": "two"}\n')
     command = [sys.executable, "-m", "penstock.runtime.cli.main", "run", PROGRAM, "--out", str(folder), "--plain"]
@@ -152,7 +152,7 @@ def measured(accumulate: int, folder: Path) -> tuple[list[float], list[float]]:
 
 
 def simulated(accumulate: int, update_s: float) -> float:
-    """The median seconds between two updates."""
+    """Simulate the run; return the median seconds between two updates."""
     made = load(PROGRAM)
     assert isinstance(made, Program)
     graph = trace(made, {"accumulate": accumulate})

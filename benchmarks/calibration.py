@@ -1,4 +1,4 @@
-"""Five scalars for a system, fitted to its rows but for those of one set-up. Pure."""
+"""Five scalars for a system, fitted to its rows except those of one set-up. Pure."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,13 +8,13 @@ from predicted import SCALARS, Prediction
 NONE: dict[str, float] = {"computing": 1.0, "communicating": 1.0, "generating": 1.0, "rows": 0.0, "once": 0.0}
 """The scalars without calibration."""
 PULL = {"computing": 1.0, "communicating": 1.0, "generating": 1.0, "rows": 2e-5, "once": 10.0}
-"""How far from those a scalar may go for the price of one row's whole error: a weak pull, the same for all systems."""
+"""Scale of the penalty on each scalar's distance from `NONE`: a weak pull, the same for all systems."""
 ROUNDS = 40
 
 
 def fit(rows: Sequence[tuple[Prediction, float]]) -> dict[str, float]:
-    """The scalars, none below 0, that make the smallest sum of relative errors: by least squares weighted again in each
-    round by the errors of the one before, with the sides that bound each row chosen again, too."""
+    """Fit scalars, none below 0, that minimise the sum of relative errors, by iteratively reweighted least squares:
+    each round weights rows by the errors of the previous one, and again chooses the sum that bounds each row."""
     start = np.array([NONE[name] for name in SCALARS])
     pull = np.diag([0.5 / PULL[name] for name in SCALARS])
     values = start.copy()
@@ -24,12 +24,12 @@ def fit(rows: Sequence[tuple[Prediction, float]]) -> dict[str, float]:
         weights = 1 / np.sqrt(np.maximum(np.abs(terms @ values - 1), 0.02))
         matrix = np.vstack([terms * weights[:, None], pull])
         wanted = np.concatenate([weights, pull @ start])
-        values = (values + _least(matrix, wanted)) / 2  # half-way: sides that change do not make it swing
+        values = (values + _least(matrix, wanted)) / 2  # half a step, against oscillation when bounds change
     return dict(zip(SCALARS, values.tolist(), strict=True))
 
 
 def _least(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Least squares without negative scalars: those that come out negative are held at 0, one after the other."""
+    """Solve least squares without negative scalars: the most negative one is fixed at 0 until none is negative."""
     free = list(range(matrix.shape[1]))
     while True:
         found = np.zeros(matrix.shape[1])
@@ -42,7 +42,7 @@ def _least(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 def leave_one_out(
     rows: Sequence[tuple[Prediction, float]], setups: Sequence[object]
 ) -> tuple[list[float], Mapping[str, float]]:
-    """The prediction of each row by the scalars of all rows of other set-ups, and the scalars of all rows."""
+    """Return each row's prediction with scalars fitted to the rows of other set-ups, and the scalars of all rows."""
     found = []
     for (prediction, _), setup in zip(rows, setups, strict=True):
         others = [row for row, other in zip(rows, setups, strict=True) if other != setup]

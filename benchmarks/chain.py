@@ -2,11 +2,11 @@
 
     python benchmarks/chain.py [--keep]
 
-Each is a process with one rank on this machine, and weights go as messages over gloo on the loopback. What a process
-sends, on all of its bridges together, is let through at `--gb-per-s` (a token bucket), as by a network card of its
-own: without that, the loopback's memory and two cores would be all that is measured. A time is from the trainer's start
-until the last replica has the version, proved. `trainer_bytes` is what left the trainer for one version, and
-`message_ms` how long one message is on a card: what each further link of a chain adds. The two ways take turns.
+Each is a process with one rank on this machine, and weights are sent as messages over gloo on the loopback. The rate at
+which a process sends, on all of its links together, is limited to `--gb-per-s`, as by a network card of its own:
+otherwise only the machine's memory and cores would be measured. A time is from the trainer's start until the last
+replica has the version, proved. `trainer_bytes` is what the trainer sends for one version, and `message_ms` is the time
+of one message on a card, which each further link of a chain adds. The two ways take turns.
 """
 
 import argparse
@@ -41,7 +41,7 @@ TIMEOUT = 60.0
 
 
 class Card:
-    """Lets through what a process sends, no more than `rate` bytes in a second, and counts it."""
+    """Limits what a process sends to `rate` bytes per second, and counts it."""
 
     def __init__(self, rate: float) -> None:
         self.sent = 0
@@ -60,7 +60,7 @@ class Card:
 
 
 class Policy(Weights):
-    """Weights in bf16, of which every value changes."""
+    """Weights in bf16, of which every value changes with each version."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__({f"w{k}": torch.zeros(nbytes // 2 // TENSORS, dtype=torch.bfloat16) for k in range(TENSORS)})
@@ -71,14 +71,14 @@ class Policy(Weights):
 
 
 class Spans:
-    """The bridges that one process has opened."""
+    """The links that one process has opened."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._opened: dict[str, MessageTransport] = {}
 
     def open(self, way: str, source: int, target: int, side: Any) -> MessageTransport:
-        """From replica `source`, or the trainer for -1."""
+        """Return the link from replica `source`, or from the trainer for -1, opened at first use."""
         name = f"{way}-{source}-{target}"
         if name not in self._opened:
             opened = ReplicaLink(name, FileStore(str(self._folder / name)), timeout=TIMEOUT, transport="messages").open(
@@ -90,7 +90,8 @@ class Spans:
 
 
 def replica(folder: Path, index: int, replicas: int, rate: float) -> None:
-    """A replica's process: each line is a way and the facts of a version; the answer is what is live then."""
+    """Run a replica's process. Each input line is a way and the facts of a version; the answers are that it has arrived
+    and the digest of the weights after the swap."""
     torch.set_num_threads(1)
     Card(rate)
     spans = Spans(folder)
@@ -115,7 +116,7 @@ def replica(folder: Path, index: int, replicas: int, rate: float) -> None:
 
 
 class Trainer:
-    """This process: it publishes, and sends to one replica or to all of them."""
+    """The trainer, in this process: publishes, and sends to one replica or to all of them."""
 
     def __init__(self, folder: Path, nbytes: int, processes: list[Any], rate: float) -> None:
         self.card, self.spans, self.processes = Card(rate), Spans(folder), processes
@@ -156,7 +157,7 @@ def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for version in range(args.repeats + 1):
             for way in WAYS:
                 found[way].append(trainer.sync(way, version))
-        del found["direct"][0], found["chain"][0]  # bridges are opened and memory is touched for the first time
+        del found["direct"][0], found["chain"][0]  # in the first, links are opened and memory is first touched
     finally:
         for process in processes:
             process.kill()

@@ -1,12 +1,12 @@
-"""A trainer over ranks of one card, which say that they are on hosts of their own: the phase `mesh` of `gpu.py`.
+"""A trainer over ranks of one card, which claim to be on different hosts: the phase `mesh` of `gpu.py`.
 
     python gpu_mesh.py RANK COUNT MESH FOLDER DEVICE [beside]     # MESH as pp=2,tp=1
 
-Each rank makes two updates of a small model by NCCL (gloo on a CPU), in micro-batches enough that stages are ahead of
-each other; a schedule that needs buffers would not end. The first one prints, as JSON, the loss and the gradient's norm
-of each update, of the mesh and of one rank alone, and the seconds of the second update. `beside`: meanwhile the first
-one sends weights to the second one over a link of their own, so that two communicators are at work on each rank, in any
-order; the `versions` that went over are printed, too.
+Each rank makes two updates of a small model by NCCL (gloo on a CPU), with enough micro-batches that stages run ahead of
+each other; a schedule that relied on buffered sends would deadlock. Rank 0 prints, as JSON, the loss and the gradient's
+norm of each update, for the mesh and for one rank alone, and the seconds of the second update. With `beside`, rank 0
+meanwhile sends weights to rank 1 over a separate link, so that two communicators are active on each rank, in any order;
+the number of `versions` that were sent is printed, too.
 """
 
 import json
@@ -64,7 +64,7 @@ def rollouts() -> Rollouts:
 
 
 def learnt(learner: LanguagePolicy) -> tuple[list[dict[str, float]], float]:
-    """Loss and norm of each update, and the seconds of the last one."""
+    """Make two updates; return the loss and the gradient norm of each, and the seconds of the last one."""
     found: list[dict[str, float]] = []
     for _ in range(2):
         began = perf_counter()
@@ -76,7 +76,7 @@ def learnt(learner: LanguagePolicy) -> tuple[list[dict[str, float]], float]:
 
 
 def synced(rank: int, folder: str, device: str, over: Event) -> int:
-    """Send, or receive, version after version of some weights until the sender's updates are `over`; how many."""
+    """Send or receive versions of some weights until the sender's updates are `over`; return how many there were."""
     layout = Layout.whole([(f"t{number}", (1024, 1024), "float32") for number in range(64 if device != "cpu" else 2)])
     parts, plan, store = allocate(layout, 0, device), reshard(layout, layout), FileStore(f"{folder}/beside")
     kind: Any = "messages" if device == "cpu" else "nccl"
@@ -109,7 +109,7 @@ def main() -> None:
     open_world(FileStore(f"{folder}/ranks", count), names, rank, timeout=DEADLINE_S, device=device)
     over, found = Event(), dict[str, Any]()
     if beside:
-        learnt(policy(device, axes, rank))  # as in a run, where the first update comes before the second version
+        learnt(policy(device, axes, rank))  # as in a run, in which the first update precedes the second version
     with ThreadPoolExecutor(1) as thread:
         versions = thread.submit(synced, rank, folder, device, over) if beside else None
         ours, seconds = learnt(policy(device, axes, rank))
@@ -120,7 +120,7 @@ def main() -> None:
         print(json.dumps({"updates": ours, "one_rank": one_rank, "update_s": seconds, **found}))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # threads of NCCL must not hold up the end
+    os._exit(0)  # threads of NCCL must not delay the exit
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 """LlamaRL's three speed-ups from the cost model, with one set of assumptions for all three models.
 
-Neither batch, lengths nor splits are published; these are assumed for all:
+Batch, lengths and splits are not published. These are assumed for all:
 
 - 256 prompts of 128 tokens with 8 samples each; responses lognormal with a mean of 1,000 tokens, σ 0.7, cut at 4,096.
-- Both systems cut the model by tensor parallelism within a machine and pipeline stages across machines, and nothing
-  else: copies of that mesh share the samples (the memory model of the paper's section on theory).
+- Both systems shard the model only by tensor parallelism within a machine and pipeline stages across machines; copies
+  of that mesh share the samples (the memory model of the paper's section on theory).
 - Synchronous: one mesh for both stages on all GPUs, whose memory holds the optimizer's state and the cache at once;
   bfloat16; no time for switching or syncing.
-- LlamaRL: GPUs split between the two, a mesh for each, the generator in fp8 with two arenas, lag 1, each sync by the
-  resharding plan.
-- Generators replay CUDA graphs. Activations recomputed; micro-batches of 4,096 tokens; up to 256 rows at once for each
-  replica.
+- LlamaRL: GPUs are split between the two stages, each with its own mesh; the generator in fp8 with two arenas, lag 1,
+  each sync by the resharding plan.
+- Generators replay CUDA graphs. Activations are recomputed; micro-batches have 4,096 tokens; each replica has up to 256
+  rows at once.
 - Each side is the best that a search over the meshes, and for LlamaRL the splits, finds.
 """
 
@@ -36,7 +36,7 @@ GPU = GPUS["H100"].model_copy(update={"engine": GPUS["H100"].engine.model_copy(u
 
 
 def meshes(shape: Shape, gpus: int) -> Iterator[Parallel]:
-    """tp up to 8, then stages: a power of two of GPUs that a replica has."""
+    """Yield meshes for replicas with a power of two of GPUs: tp up to 8, and then pipeline stages."""
     for power in range(11):
         size = 2**power
         mesh = Parallel(tp=min(8, size), pp=max(1, size // 8))
@@ -59,7 +59,7 @@ def generated(generator: Generator, copies: int, stream: bool) -> float:
 
 
 def slots(generator: Generator, copies: int, beside: Memory | None = None) -> int:
-    """Rows that fit, with `beside` on the same GPUs; 0 if none does."""
+    """Return the number of rows that fit with `beside` on the same GPUs; 0 if none does."""
     return min(SLOTS, slots_that_fit(generator, PROMPT + LENGTHS.mean, copies, beside))
 
 
@@ -89,7 +89,7 @@ def asynchronous(shape: Shape, gpus: int) -> tuple[float, str]:
                     sides = trained(shape, mesh, trains), generated(replace(generator, slots=rows), decodes, True)
                     words = f"{trains} × ({mesh}) train, {decodes} × ({width}) decode, {rows} rows"
                     found.append((max(sides), words, trains, mesh, width, decodes))
-    # A sync is short beside a step: it is added to the best few only.
+    # A sync is short compared with a step, so it is added to the best few only.
     best = [(f[0] + synced(shape, *f[2:]), f[1]) for f in sorted(found, key=lambda f: f[:2])[:4]]
     return min(best)
 

@@ -1,8 +1,8 @@
-"""The cost model against public figures of single parts of a step: where its defaults come from.
+"""The cost model against public figures of single parts of a step, the sources of its defaults.
 
     python benchmarks/outside.py [--rows] [--keep]
 
-None of these rows is in the table that `planner.py` predicts. Each is one part alone, as its source says it:
+None of these rows is in the table that `planner.py` predicts. Each is for one part alone, as given by its source:
 
 - training: tokens per second and GPU of MosaicML's llm-foundry (scripts/train/benchmarking/README.md, H100, bfloat16,
   FSDP) and of NVIDIA's Megatron-Bridge (docs/performance-summary.md, container 25.11, H100, B200 and GB200);
@@ -30,7 +30,8 @@ Mesh = Parallel
 
 
 def mpt(name: str, hidden: int, layers: int, heads: int) -> Shape:
-    """MPT: an MLP of two matrices with four times the width, as three with as many weights; a tied head."""
+    """Return the shape of an MPT. Its MLP of two matrices with four times the width is counted as three matrices with
+    the same number of weights; the head is tied."""
     return Shape(name, 50368, hidden, layers, heads, heads, hidden // heads, hidden * 8 // 3, tied=True)
 
 
@@ -107,18 +108,18 @@ STEPS = (
     ("deepseek-v3", "H100", 16, 1, 640, 0.0232),
 )
 CUDNN = Efficiency(attention=0.6)
-# Schedulers of both engines overlap with the GPU's work, and a step is one CUDA graph.
+# The schedulers of both engines overlap with the GPU's work, and a step is one CUDA graph.
 HIDDEN = {
     kind: gpu.model_copy(update={"engine": HostTime(eager=False, step_ms=0, row_us=0)}) for kind, gpu in GPUS.items()
 }
-# A step of pretraining has no stages. Megatron-Bridge's attention is cuDNN's, llm-foundry's FlashAttention-2.
+# A step of pretraining has no stages. Megatron-Bridge uses cuDNN's attention, llm-foundry FlashAttention-2.
 NO_STAGES = HostTime(stage_s=0, eager=False)
 TRAINERS = {
     (mosaic, kind): gpu.model_copy(update={"engine": NO_STAGES} | ({} if mosaic else {"efficiency": CUDNN}))
     for mosaic in (True, False)
     for kind, gpu in GPUS.items()
 }
-# Requests are many more than slots; TensorRT-LLM has up to 2,048 at once by default.
+# There are many more requests than slots; by default TensorRT-LLM runs up to 2,048 at once.
 MOST_SLOTS = 2048
 
 
@@ -142,7 +143,7 @@ def full() -> Iterator[tuple[str, str, float, float]]:
     for model, kind, tp, cells in FULL:
         for prompt, response, rate in cells:
             generator = Generator(SHAPES[model], HIDDEN[kind], Parallel(tp=tp), MOST_SLOTS, "fp8")
-            # The checkpoints that were measured keep the cache in fp8: half the bytes.
+            # The measured checkpoints keep the cache in fp8, which halves its bytes.
             context = (prompt + response / 2) / 2
             slots = min(MOST_SLOTS, slots_that_fit(generator, context, copies=1))
             generator = replace(generator, slots=slots)

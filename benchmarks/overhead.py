@@ -1,8 +1,8 @@
-"""Real period over simulated period of `toy`, with nodes of 50 ms, at lag 0, 1 and 4: what the runtime itself costs.
+"""Real period over simulated period of `toy`, with nodes of 50 ms, at lag 0, 1 and 4: the overhead of the runtime.
 
     python benchmarks/overhead.py [--keep]
 
-Each lag is run `--repeats` times with real processes; the simulated period comes from the same graph, plan and rules.
+Each lag runs `--repeats` times with real processes; the simulated period is for the same graph, plan and rules.
 """
 
 import argparse
@@ -22,7 +22,7 @@ WARM = 10
 
 
 def measured(lag: int, folder: Path) -> float:
-    """Seconds per update of a real run, over the updates after the first `WARM`."""
+    """Run for real; return the seconds per update after the first `WARM` updates."""
     command = [sys.executable, "-m", "penstock.runtime.cli.main", "run", "toy", "--out", str(folder), "--plain"]
     command += ["--updates", str(UPDATES), "--batch", str(BATCH), *_options(lag)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)

@@ -1,15 +1,15 @@
-"""Seconds of an update where responses have lognormal lengths: in order, as they are ready, in segments, and both.
+"""Seconds of an update if responses have lognormal lengths: in order, as they are ready, in segments, and both.
 
     python benchmarks/partial.py [--repeats 3] [--updates 20] [--keep] [--tiny]
 
-Real runs of AIPO with the real engine, one generator and one trainer in processes of their own. The model is made up
-and would end nowhere, so a group's responses end after a number of tokens that is drawn by its ordinal, the same in all
-runs. It is small, and a step of the engine waits until PACE_S have passed, as for a GPU: what else a shared machine
-does then moves the figures less. `room` is how many of the groups that the lag lets be in work have slots: all, or a
-third. All cases take turns; a gain is of runs of one round.
+Real runs of AIPO with the real engine, with one generator and one trainer in separate processes. The model is untrained
+and would not end its responses, so a group's responses end after a number of tokens that is drawn from its ordinal, the
+same in all runs. The model is small, and each step of the engine waits until PACE_S have passed, as for a GPU, so that
+other load on a shared machine affects the figures less. `room` is the share of the groups that the lag allows in flight
+that have slots: all, or a third. All cases take turns; a gain compares runs of one round.
 
-`simulated` is the scheduler on a virtual clock: a group's seconds are its tokens times the engine's mean step, a
-segment's likewise; scoring, updates and weight syncs are those of the run in order.
+`simulated` is the scheduler on a virtual clock: the seconds of a group or segment are its tokens times the engine's
+mean step; scoring, updates and weight syncs take as long as in the run in order.
 """
 
 import argparse
@@ -59,7 +59,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "both": {"order": "ready", "segment": SEGMENT},
 }
 Case = tuple[int, str, str]
-# Where all groups have room, the scheduler has nothing to choose: segments are left out.
+# If all groups have room, the scheduler has no choice to make, so segments are left out.
 CASES: Sequence[Case] = [
     (lag, room, name)
     for lag in LAGS
@@ -74,7 +74,7 @@ WORK |= {"pace_s": PACE_S}
 
 
 def length(ordinal: int) -> int:
-    """Tokens of each response of a group."""
+    """Return the number of tokens of each response of a group."""
     drawn = MEAN * exp(SIGMA * NormalDist().inv_cdf(draw(f"group/{ordinal}")) - SIGMA**2 / 2)
     return min(MOST, max(1, round(drawn)))
 
@@ -84,7 +84,7 @@ def slots(lag: int, room: str) -> int:
 
 
 class DrawnLengths(Engine):
-    """An engine whose rows end where `length` says. The metric `step_s` is the mean of its steps so far."""
+    """An engine whose rows end after `length` tokens. The metric `step_s` is the mean seconds of its steps so far."""
 
     def __init__(self, context: Context, *, samples: int) -> None:
         super().__init__(context, Sampler(1.0, 0, 1.0), samples, segment=context.segment)
@@ -130,13 +130,13 @@ def make_drawn(context: Context, *, samples: int = SAMPLES) -> DrawnLengths:
 def generate_drawn(
     engine: DrawnLengths, prompts: Prompts, behaviour: Weights, *, samples: int = SAMPLES
 ) -> tuple[DrawnLengths, Rollouts, Metrics]:
-    """`samples` responses to each prompt, of drawn lengths. A run calls its stream."""
+    """`samples` responses to each prompt, of drawn lengths. A run uses the engine's stream instead."""
     raise NotImplementedError
 
 
 @program
 def drawn(policy: Policy, prompts: Prompts, *, lag: int = 1) -> Policy:
-    """AIPO of responses of drawn lengths."""
+    """AIPO on responses of drawn lengths."""
     rollouts = generate_drawn(prompts, broadcast(policy, lag=lag), samples=SAMPLES)
     advantage = group_advantage(score(rollouts, by=math_answer))
     return aipo_update(policy, rollouts, advantage, lr=1e-6)
@@ -153,13 +153,13 @@ def run(model: Path, case: Case, updates: int, folder: Path) -> RunFolder:
 
 
 def steady(ends: Sequence[float]) -> float:
-    """Seconds per update, without the first quarter, in which the pipeline fills and processes warm up."""
+    """Return seconds per update without the first quarter, in which the pipeline fills and processes warm up."""
     first = len(ends) // 4
     return (ends[-1] - ends[first]) / (len(ends) - 1 - first)
 
 
 def simulated(folder: RunFolder, case: Case) -> float:
-    """Seconds per update of a case, with the durations of the run in `folder`."""
+    """Simulate a case with the durations of the run in `folder`; return seconds per update."""
     config, (lag, room, variant) = RunConfig.load(folder), case
     (stage,) = read_facts(folder).training
     fitted = fit(stage)
@@ -189,7 +189,7 @@ def main() -> None:
         model = Path(scratch) / "model"
         write_model(model, WIDTH, LAYERS, positions=PROMPT_TOKENS + MOST)
         for repeat in range(args.repeats):
-            # Each other round the other way round: a machine that gets slower is as much in one as in another.
+            # Every other round runs in reverse order, so that a machine that slows down affects all cases equally.
             for case in cases if repeat % 2 == 0 else cases[::-1]:
                 folder = run(model, case, args.updates, Path(scratch) / f"{cases.index(case)}-{repeat}")
                 late = (rows := read_rows(folder.metrics))[len(rows) // 4 :]
@@ -209,7 +209,7 @@ def main() -> None:
 
 
 def table(found: Mapping[Case, Sequence[Mapping[str, float]]]) -> list[dict[str, Any]]:
-    """A row for each case, of all rounds so far."""
+    """Return a row for each case, with all rounds so far."""
     rows = []
     for case, own in found.items():
         strict = found[*case[:2], "strict"]

@@ -1,4 +1,4 @@
-"""Predictions of published rows: seconds by component, and how calibrated components make a step."""
+"""Predictions of published rows: seconds by component, and the seconds of a step from calibrated components."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,53 +17,54 @@ from penstock.runtime.plan.train_cost import Memory, Trainer
 from penstock.runtime.plan.workload import IntArray, Lognormal
 
 PROMPT, SIGMA, SLOTS = 128, 0.7, 1024
-"""NeMo-RL: tokens of a prompt, spread of lengths, and vLLM's default of rows at once on GPUs of 70 GiB and more."""
+"""NeMo-RL: tokens of a prompt, spread of lengths, and vLLM's default batch size on GPUs of 70 GiB and more."""
 VLLM_STEP = {"eager": False, "step_ms": 4.0, "row_us": 10.0}
 """vLLM replays CUDA graphs. Scheduling takes 29 % and the GPU 38 % of vLLM 0.5's time for an 8B model on an H100 (its
-blog, 2024-09-05), whose step takes 5.1 ms of the GPU (batch 1): 4 ms; its processing of outputs took 8.7 % of a step of
-70B on four H100 (same place): about 2 ms of some 200 rows."""
+blog, 2024-09-05), whose step takes 5.1 ms of the GPU (batch 1): 4 ms. Its processing of outputs took 8.7 % of a step of
+70B on four H100 (same source): about 2 ms for some 200 rows."""
 VLLM = {**VLLM_STEP, "switch_s": 9.6}
-"""Handing shared GPUs over takes 7.5, 9.6 and 21.8 s beside the transfer (NeMo-RL, pull request 3294: "total refit"
-less "transfer + update" of Qwen3-30B-A3B, Nemotron Nano 3, Qwen3-235B-A22B): the median."""
+"""Handing over shared GPUs takes 7.5, 9.6 and 21.8 s besides the transfer (NeMo-RL, pull request 3294: "total refit"
+minus "transfer + update" of Qwen3-30B-A3B, Nemotron Nano 3, Qwen3-235B-A22B): the median."""
 LOADED_S = 0.5e-3
-"""Seconds of a tensor (an expert's matrices count each) that a colocated vLLM loads: 9.67 s of 18,900 and 18.4 s of
-37,000 (the same pull request; Qwen3-30B-A3B, Qwen3-235B-A22B; both are converted to MXFP8 meanwhile)."""
+"""Seconds per tensor that a colocated vLLM loads, each matrix of an expert counted: 9.67 s for 18,900 and 18.4 s for
+37,000 (the same pull request; Qwen3-30B-A3B, Qwen3-235B-A22B; both are also converted to MXFP8 in that time)."""
 BROADCAST = 90e9
-"""Bytes per second of the whole model to generators apart: 5.5 s of Qwen3-235B-A22B, 14 s of DeepSeek-V3 (NeMo-RL, pull
-request 1379)."""
+"""Bytes per second of the whole model to generators on other GPUs: 5.5 s for Qwen3-235B-A22B, 14 s for DeepSeek-V3
+(NeMo-RL, pull request 1379)."""
 FIRST_FORCED = (0, 7)
-"""The release from which recipes set `force_on_policy_ratio`, which saves the pass for log-probabilities. It needs one
-update per step. The table's rows are of 0.5 and 0.6."""
+"""The first release whose recipes set `force_on_policy_ratio`, which saves the pass for log-probabilities. It requires
+one update per step. The table's rows are from 0.5 and 0.6."""
 KEEPS_ACTIVATIONS = ("qwen3-32b", "qwen3-30b-a3b")
 """Models whose recipes do not recompute activations."""
 ATTENTION = {"cuDNN": 0.6, "FA3": 0.6}
-"""Share of the tensor cores' rate; FlashAttention-2 is what `gpus.py` says."""
+"""Share of the tensor cores' rate; the value for FlashAttention-2 is in `gpus.py`."""
 ROWWISE_BYTES = 12.0
-"""Read and written for each number: by rows and by columns apart, each read for the largest and again, and written."""
+"""Bytes read and written per number to scale by rows and, separately, by columns: each reads the number for the
+maximum, reads it again, and writes it."""
 PASSES = {"compile": 1.0, "eager": 2.5}
-"""How often elementwise kernels read and write what fused ones would once: without a compiler each operation is one,
-and norms are in float32. It is what makes llm-foundry's steps come out (`outside.py`)."""
+"""How many times as much elementwise kernels read and write as fused ones: without a compiler each operation is its own
+kernel, and norms are in float32. The value for eager makes llm-foundry's steps come out right (`outside.py`)."""
 SHARES = {"On": 0.6, "1off": 0.8, "8off": 0.8}
-"""Of the memory, that the recipes give to vLLM."""
+"""The share of the memory that the recipes give to vLLM."""
 COMPUTING = (
     "products", "reading weights", "attention", "elementwise", "logits", "launches", "routing", "optimizer", "bubble",
     "stage",
 )  # fmt: skip
 SCALARS = ("computing", "communicating", "generating", "rows", "once")
-"""What calibration multiplies. `rows` is seconds of the host per row of a decoding step, `once` seconds per step:
-beside what the model has of them by itself, so that both are 0 without calibration."""
+"""The scalars that calibration fits. `rows` is host seconds per row of a decoding step, `once` is seconds per step;
+both are added to what the model already has, and so are 0 without calibration."""
 
 
 ASYNC_TP = 0.5
-"""Share of tensor parallelism's collectives that is not hidden when they are cut up and run beside the products
+"""Share of tensor parallelism's collectives that is not hidden when they are split and overlap with the products
 (torchtitan, section 2.2.2: "async TP")."""
 
 
 @dataclass(frozen=True)
 class Recipe(Trainer):
-    """A trainer with what other systems have and plans do not: collectives of tensor parallelism beside the products
-    (`async_tp`), `chunks` of the model per pipeline stage (a bubble of (p - 1) / chunks, Narayanan et al., 2021,
-    section 2.2), and activations that are kept on the host (`offload`)."""
+    """A trainer with features of other systems that plans lack: collectives of tensor parallelism that overlap with the
+    products (`async_tp`), `chunks` of the model per pipeline stage (a bubble of (p - 1) / chunks, Narayanan et al.,
+    2021, section 2.2), and activations that are kept on the host (`offload`)."""
 
     async_tp: bool = False
     chunks: int = 1
@@ -73,7 +74,8 @@ class Recipe(Trainer):
 
     @cached_property
     def stages(self) -> tuple[StageShape, ...]:
-        """These systems give the stage with the head fewer layers: all are taken to be the mean, of whole layers."""
+        """All stages are taken to be equal, with the mean number of layers rounded up: these systems give fewer layers
+        to the stage with the head."""
         shape, pp = self.shape, self.mesh.pp
         if pp == 1:
             return super().stages
@@ -88,8 +90,9 @@ class Recipe(Trainer):
         parts = super()._computing(tokens, squares, backward)
         elements = parts["elementwise"] * self.fused
         if self.rowwise:
-            # Scales by rows: what tensor parallelism gathers in bfloat16 is converted afterwards, whole on each rank,
-            # twice, since the backward pass needs other rows. Two inputs of each layer forward, two gradients backward.
+            # Scales by rows: the tensors that tensor parallelism gathers in bfloat16 are converted afterwards, whole on
+            # each rank, and twice, since the backward pass needs scales along the other dimension. These are two inputs
+            # of each layer in the forward pass and two gradients in the backward pass.
             gathered = tokens * self.slowest.layers * self.shape.hidden
             elements += ROWWISE_BYTES * gathered * (2 + (2 + 2 * self.recompute) * backward) / self.gpu.bandwidth
         return parts | {"elementwise": elements}
@@ -100,7 +103,8 @@ class Recipe(Trainer):
         return super()._tensor_s(tokens, backward) * narrow * (ASYNC_TP if self.async_tp else 1.0)
 
     def _exchange_s(self, tokens: float) -> float:
-        # Whole experts lie over the ranks of tp, too, each of which sends its own tokens (sequence parallelism).
+        # Whole experts are also distributed over the ranks of tp, each of which sends its own tokens (sequence
+        # parallelism).
         sent = tokens / self.mesh.tp * self.shape.active * self.shape.hidden * 2
         return exchange_s(self.gpu, sent, self.mesh.ep * self.mesh.tp)
 
@@ -108,7 +112,7 @@ class Recipe(Trainer):
         cost = super()._micro_batch(tokens, squares, backward=backward)
         if not (self.offload and backward):
             return cost
-        # Each layer's input goes to the host and back, beside all else.
+        # Each layer's input goes to the host and back, overlapping with everything else.
         moved = 2 * tokens / self.mesh.tp * self.shape.hidden * 2 * self.layers / self.gpu.pcie
         return Cost({**cost.parts, "offload": max(0.0, moved - cost.seconds)})
 
@@ -118,8 +122,8 @@ class Recipe(Trainer):
 
 
 def slots_that_fit(generator: Generator, context: float, copies: int, beside: Memory | None = None) -> int:
-    """How many rows of `context` tokens each fit beside copies of the weights and what else is there; 0 if these do
-    not fit."""
+    """Return how many rows of `context` tokens each fit next to `copies` of the weights and the memory of `beside`; 0
+    if these do not fit."""
     empty, one = (generator_memory(replace(generator, slots=n), context, copies).bytes for n in (0, 1))
     room = generator.gpu.memory_bytes - empty - (beside.used if beside else 0.0)
     return max(0, int(room // (one - empty)))
@@ -127,7 +131,7 @@ def slots_that_fit(generator: Generator, context: float, copies: int, beside: Me
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of each scalar's component, of each sum that a step takes at least as long as."""
+    """Lower bounds on the seconds of a step, each a sum of components; has the seconds of each scalar's component."""
 
     bounds: tuple[Mapping[str, float], ...]
 
@@ -135,7 +139,7 @@ class Prediction:
         return max(_sum(bound, scalars) for bound in self.bounds) + scalars["once"]
 
     def active(self, scalars: Mapping[str, float]) -> dict[str, float]:
-        """Each scalar's coefficient in the largest sum."""
+        """Return each scalar's coefficient in the largest sum."""
         largest = max(self.bounds, key=lambda bound: _sum(bound, scalars))
         return dict.fromkeys(SCALARS, 0.0) | {"once": 1.0} | dict(largest)
 
@@ -154,11 +158,11 @@ def _sides(cost: Cost) -> dict[str, float]:
 
 
 def _pretrained(row: Row) -> Cost:
-    """One step of one micro-batch per data-parallel rank, or with stages, of one per sequence."""
+    """Predict one step with one micro-batch per data-parallel rank or, with stages, one per sequence."""
     titan = row.system == "torchtitan"
     mesh, cp = mesh_of(row.layout) if titan else (Parallel(fsdp=row.gpus), 1)
     batch = int(row.work.removeprefix("local bs ")) if titan else 1
-    small = row.shape.name == "llama-8b"  # whose configuration recomputes selectively
+    small = row.shape.name == "llama-8b"  # its configuration recomputes selectively
     kernel = next((name for name in ATTENTION if name in row.mode), "FA2")
     trainer = Recipe(
         row.shape,
@@ -203,7 +207,7 @@ def _reinforced(row: Row) -> Prediction:
     trainer = Recipe(
         row.shape, gpu, replace(mesh, ep=max(1, ep // mesh.tp)), precision, row.longest, recompute, zero3=False, cp=cp
     )  # fmt: skip
-    # One pass by the policy before its update, one by the reference; then an update's steps.
+    # A pass of the policy before its update (unless `forced`) and one of the reference; then the update's steps.
     forced = sampled == batch and row.release >= FIRST_FORCED
     trained = trainer.logprobs(lengths + PROMPT) * (1 if forced else 2)
     trained = trained + trainer.update(lengths + PROMPT, minibatches=sampled // batch)
@@ -215,13 +219,13 @@ def _reinforced(row: Row) -> Prediction:
     tokens, trains = float(lengths.sum()) / replicas, _sides(trained + refit)
     batch_s = {"generating": rollout_s, "rows": tokens}
     if row.staleness:
-        # Batches that are decoded at once slow each other, as plans have it (`search.period_terms`).
+        # Batches that are decoded at the same time slow each other, as in plans (`search.period_terms`).
         shared = max(0.0, 1 - sum(trains.values()) / rollout_s) * row.staleness
         batch_s["generating"] += shared * beside_s(generator, lengths, PROMPT, samples, replicas, 1 + row.staleness)
     around = {name: size / (1 + row.staleness) for name, size in {**batch_s, **trains}.items()}
     if not row.staleness:
         return Prediction((around,))
-    # Both sides run beside each other; from one version to the next that is trained on its samples they do not.
+    # Both sides run concurrently, but a version, its samples and the training on them are sequential.
     stream = {"generating": stream_s(generator, lengths, PROMPT, samples, replicas), "rows": tokens}
     return Prediction((around, stream, trains))
 
@@ -229,7 +233,8 @@ def _reinforced(row: Row) -> Prediction:
 def beside_s(
     generator: Generator, responses: IntArray, prompt_tokens: int, samples: int, replicas: int, batches: int
 ) -> float:
-    """Seconds that a batch adds to another one of so many in work: what its rows and their contexts cost a step."""
+    """Return the seconds by which one batch slows another, with `batches` in flight: what its rows and their contexts
+    cost in each step."""
     fixed, slope = generator.lines.fixed, float(generator.lines.slope[1])
     flying = min(generator.slots, ceil(len(responses) * batches / replicas))
     lengths = responses.astype(float)
@@ -240,6 +245,6 @@ def beside_s(
 
 
 def stream_s(generator: Generator, responses: IntArray, prompt_tokens: int, samples: int, replicas: int) -> float:
-    """Seconds of one batch among others that follow without a pause: of three in a row, the last one's share."""
+    """Return the seconds of one batch in a stream without pauses: those of three batches minus those of two."""
     two, three = (generator.rollout(np.tile(responses, n), prompt_tokens, samples, replicas).max() for n in (2, 3))
     return float(three - two)

@@ -1,8 +1,8 @@
-"""What one update's matrix products take by themselves: the limit that `train` is set beside; and the machine's peak.
+"""The seconds of one update's matrix products alone, the limit with which `train` is compared; and the machine's peak.
 
-Products of the shapes, dtype and sizes of `aipo`'s update and decode steps, on all cores at once and nothing between
-them: no sampling, attention, norms, loss, optimizer, weights on their way, and no waiting. What a system takes beyond
-that is its own; what is below it, this library and machine cannot do. Each product is by the fastest of torch, our own
+Products with the shapes, dtype and sizes of `aipo`'s update and decode steps run on all cores at once with nothing
+between them: no sampling, attention, norms, loss, optimizer, weight syncs or waiting. Any time beyond that is overhead
+of a system; none can be faster with this library on this machine. Each product uses the fastest of torch, our own
 kernels, and a weight that is packed for it.
 """
 
@@ -18,26 +18,26 @@ from torch.nn import functional
 from penstock.nodes.model import kernels
 
 MICRO_TOKENS = 2048
-"""Tokens that a product of the update takes at once."""
+"""Tokens of each product of the update."""
 REPEATS = 20
 LARGE = 1024
-"""Rows and columns of the product by which the peak is measured."""
+"""Rows and columns of the matrices with which the peak is measured."""
 
 
 def inner_size(hidden: int) -> int:
-    """Of the MLP of a Llama of `train`'s: 8/3 of the model's width, in steps of 32."""
+    """Return the width of the MLP of a Llama of `train`: 8/3 of the model's width, rounded down to a multiple of 32."""
     return int(hidden * 8 / 3) // 32 * 32
 
 
 def shapes(hidden: int, layers: int, vocabulary: int = 128) -> list[tuple[int, int, int]]:
-    """How often a Llama of `train`'s has a matrix, its outputs and its inputs: qkv, o, gate and up, down, the head."""
+    """Return (count, outputs, inputs) of each matrix in a Llama of `train`: qkv, o, gate and up, down, the head."""
     inner = inner_size(hidden)
     layer = [(3 * hidden, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)]
     return [(layers, *shape) for shape in layer] + [(1, vocabulary, hidden)]
 
 
 class Batch(NamedTuple):
-    """What an update learns from: prompts, the responses to each, and the tokens of either."""
+    """What an update learns from: prompts, the responses to each, and the tokens of a prompt and of a response."""
 
     prompts: int
     samples: int
@@ -46,12 +46,12 @@ class Batch(NamedTuple):
 
     @property
     def tokens(self) -> float:
-        """All that has to be computed on: each prompt once, whatever its responses."""
+        """All tokens that must be computed: those of each prompt once, with any number of responses."""
         return self.prompts * (self.prompt_tokens + self.samples * self.response_tokens)
 
 
 def limit_s(hidden: int, layers: int, batch: Batch, dtype: str, cores: int) -> float:
-    """Seconds of an update on `cores` if products were all there is."""
+    """Return the seconds of an update on `cores` if it consisted of products only."""
     kind: torch.dtype = getattr(torch, dtype)
     forward = backward = decode = 0.0
     rows = batch.prompts * batch.samples
@@ -67,19 +67,20 @@ def limit_s(hidden: int, layers: int, batch: Batch, dtype: str, cores: int) -> f
 
 
 def flops(hidden: int, layers: int, batch: Batch) -> float:
-    """Of the products of such an update: one pass to sample and one to learn, and the backward pass of twice its."""
+    """Return the FLOPs of an update's products: one pass to sample, one to learn, and a backward pass with twice as
+    many as a pass."""
     weights = sum(times * outputs * inputs for times, outputs, inputs in shapes(hidden, layers))
     return 4 * 2.0 * weights * batch.tokens
 
 
 def peak(dtype: str, cores: int) -> float:
-    """FLOP/s of all cores together in a large product."""
+    """Measure the FLOP/s of all cores together in a large product."""
     x, weight = (torch.randn(LARGE, LARGE, dtype=getattr(torch, dtype)) for _ in range(2))
     return cores * 2.0 * LARGE**3 / _fastest_s(x, weight, cores)
 
 
 def _fastest_s(x: Tensor, weight: Tensor, cores: int) -> float:
-    """Seconds of one core for x @ weight.T."""
+    """Measure the seconds of one core for x @ weight.T, by the fastest method."""
     ways: list[Callable[[], object]] = [lambda: functional.linear(x, weight), lambda: kernels.linear(x, weight)]
     if (ordered := kernels.packed(weight, len(x))) is not None:
         ways.append(lambda: kernels.multiplied(x, ordered))
@@ -87,14 +88,14 @@ def _fastest_s(x: Tensor, weight: Tensor, cores: int) -> float:
 
 
 def _gradient_s(wide: Tensor, narrow: Tensor, cores: int) -> float:
-    """Seconds of one core for a weight's gradient."""
+    """Measure the seconds of one core for a weight's gradient, by the fastest method."""
     turned, other = wide.T.contiguous(), narrow.T.contiguous()
     ways: list[Callable[[], object]] = [lambda: wide.T @ narrow, lambda: kernels.linear(turned, other)]
     return min(_core_s(way, cores) for way in ways)
 
 
 def _core_s(product: Callable[[], object], cores: int) -> float:
-    """Seconds of one core for a product, while every other core has the same to do."""
+    """Measure the seconds of one core for a product while every other core computes the same."""
 
     def repeat(count: int) -> None:
         with torch.inference_mode():

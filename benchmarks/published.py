@@ -111,7 +111,7 @@ def read(path: Path = TABLE) -> tuple[list[Row], dict[str, int]]:
 
 
 # NeMo-RL 0.4's performance summary, which is not in the table (docs/about/performance-summary.md of its repository).
-# No term or constant was fitted to these rows. Model, mode, longest, mean, GPUs, batches, generator, trainer, seconds.
+# No term or constant comes from these rows. Model, mode, longest, mean, GPUs, batches, generator, trainer, seconds.
 LATER = """
 Llama3.1-8B  On   4096 1060  16 2048 512 1,1  1,1,1,1,1,2  97.7
 Llama3.1-8B  1off 4096 1129  16 2048 512 1,1  1,1,1,1,1,2  74.6

@@ -1,10 +1,11 @@
-"""The weights of `ddma` by Ray's object store: two actors put FSDP shards, two others get them and take their own.
+"""The weights of `ddma` by Ray's object store: two actors put FSDP shards, two others get them and copy their parts.
 
     python benchmarks/ray_weights.py REPEATS
 
 A source puts all of its shards as one object. A destination gets both objects, which are views of the store, and copies
-what is its own into buffers that it keeps. The driver hands references on. A time is the driver's, from the first call
-to the last answer. Each actor has one thread. The last line is JSON: milliseconds of each sync.
+its part into buffers that it keeps. The driver passes the references on. A time is measured by the driver, from the
+first call to the last answer. Each actor has one thread. The last line is JSON: milliseconds of each sync, and whether
+the weights arrived bit-identical.
 """
 
 import json
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from penstock.graph.protocols import rule_of
 
-# Read when Ray is imported. Its workers are niced by 15 otherwise, and would lose to whatever else runs.
+# Read by Ray's processes at their start. Otherwise its workers have niceness 15 and yield to any other load.
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 
@@ -30,7 +31,7 @@ START_S, ANSWER_S = 180.0, 60.0
 
 
 class Source:
-    """A trainer's rank. Arrays of numpy have no bfloat16: its words travel."""
+    """A trainer's rank. numpy has no bfloat16, so the arrays are of int16 with the same bits."""
 
     def __init__(self, rank: int) -> None:
         torch.set_num_threads(1)
@@ -54,7 +55,7 @@ class Destination:
             row, rule = 0, rule_of(name, RULES)
             for shard in (torch.from_numpy(source[name]) for source in sources):
                 rows, first = len(shard), 0
-                if rule is not None and rule[0] == 0:  # the destination's rows, of which this shard has some or none
+                if rule is not None and rule[0] == 0:  # this shard has some or none of the destination's rows
                     first = self.rank * len(live)
                 elif rule is not None:
                     shard = shard.chunk(RANKS, rule[0])[self.rank]
@@ -74,7 +75,7 @@ class Destination:
 
 
 def sync(sources: list[Any], destinations: list[Any]) -> float:
-    """Milliseconds of one sync."""
+    """Run one sync; return its milliseconds."""
     started = perf_counter()
     references = ray.get([source.put.remote() for source in sources], timeout=ANSWER_S)
     ray.get([destination.take.remote(*references) for destination in destinations], timeout=ANSWER_S)

@@ -1,4 +1,4 @@
-"""What every benchmark prints last and keeps: one JSON object with machine, date and commit."""
+"""The record that every benchmark prints last and can keep: one JSON object with machine, date and commit."""
 
 import json
 import os
@@ -12,13 +12,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-# oneDNN's products keep to it: a processor with AMX as if it had none. `CC="cc -mno-amx-tile -mno-amx-bf16"` says the
-# same of what this project compiles.
+# Limits the instructions of oneDNN's products, for example on a processor with AMX as if it had none.
+# `CC="cc -mno-amx-tile -mno-amx-bf16"` does the same for the code that this project compiles.
 LIMIT = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
 
 
 def machine() -> dict[str, Any]:
-    """What was measured on: CPU model, cores this process may use, memory in GiB, GPU if there is one."""
+    """Describe the machine: CPU model, cores this process may use, memory in GiB, GPU if there is one, Python."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
@@ -37,7 +37,7 @@ def _gpu() -> str | None:
 
 
 def commit() -> str:
-    """The commit measured; "+" at its end when the tree had changes."""
+    """Return the measured commit, with "+" at the end if the tree has changes."""
     try:
         head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=ROOT, capture_output=True, text=True)
@@ -47,20 +47,20 @@ def commit() -> str:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median with the smallest and the largest: on a shared machine one figure says little."""
+    """Return the median with the smallest and the largest value: on a shared machine one figure says little."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "repeats": len(values)}
 
 
 def cpu_flags() -> set[str]:
-    """What Linux says that the processor can do."""
+    """Return the processor's features according to Linux."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
     return set(text.partition("flags")[2].partition("\n")[0].split())
 
 
 def by_processor(name: str) -> str:
-    """Where figures are kept that are of another kind on a processor with AMX, whose products are ten times as fast,
-    and on one without AVX-512."""
+    """Return the name under which to keep figures that differ in kind on a processor with AMX, whose products are ten
+    times as fast, and on one without AVX-512."""
     if "amx_tile" in cpu_flags() and (not LIMIT or "AMX" in LIMIT):
         return f"{name}_amx"
     return name if "avx512f" in cpu_flags() else f"{name}_avx2"

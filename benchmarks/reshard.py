@@ -1,11 +1,12 @@
-"""What a plan costs at 405B between 512 and 512 ranks, in one process: the plan, one rank's part, balance, bytes.
+"""The cost of a resharding plan at 405B from 512 to 512 ranks, in one process: seconds, balance, bytes.
 
     python benchmarks/reshard.py [--keep]
 
-The trainers differ, the generators are always 64 replicas × TP8. `plan_s` is `reshard` on layouts as they come from
+The meshes of trainers differ; generators are always 64 replicas × TP8. `plan_s` is `reshard` on layouts as read from
 JSON; `part_s` is that and the routes of one rank, the slower of one sender and one receiver; `routes_s` expands the
 routes of all 1024 ranks at once. `copies_s` lists one sender's copies, tensor by tensor, as a transport needs them.
-Figures are of the best of `--repeats`: the rest is what else the machine does. Balance is the busiest over the mean.
+The first two are the best of `--repeats`, to exclude other load on the machine, the others of one. Balance is the
+busiest rank over the mean.
 """
 
 import argparse
@@ -36,7 +37,7 @@ RANK = 77
 
 
 def measured(mesh: Mesh, repeats: int) -> dict[str, Any]:
-    """The figures of one mesh of trainers."""
+    """Return the figures for one mesh of trainers."""
     sides = [json.dumps(layout(MODEL, side).to_json()) for side in (mesh, GENERATORS)]
 
     def fresh() -> tuple[Layout, Layout]:
@@ -69,7 +70,7 @@ def measured(mesh: Mesh, repeats: int) -> dict[str, Any]:
 
 
 def best(repeats: int, given: Callable[[], tuple[Any, ...]], work: Callable[..., T]) -> tuple[T, float]:
-    """What `work` makes of what is given, and the seconds of the fastest of `repeats`. Making `given` is not timed."""
+    """Return the last result of `work` on `given()`, and the fastest seconds of `repeats`. `given` is not timed."""
     seconds = []
     for _ in range(repeats):
         inputs = given()

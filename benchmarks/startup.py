@@ -2,9 +2,10 @@
 
     python benchmarks/startup.py [--repeats 5] [--against COMMIT] [--keep]
 
-`ranks ready`: all processes have begun, and training does. `first update`: the trainer begins to learn, for which
-groups have been sampled. `processor` are the seconds of all processes until the command has ended, which a busy machine
-lengthens little. Nothing is evaluated, which is work and no start. Of another commit the same is measured in turn.
+`ranks ready`: all processes have started, and training begins. `first update`: the trainer begins to learn, after
+groups have been sampled. `processor` is the processor seconds of all processes until the command has ended, which a
+busy machine changes little. Nothing is evaluated, since that is not part of the start. With `--against`, another commit
+is measured in turn.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from report import ROOT, publish, spread
 
 
 def start(tree: Path, folder: Path) -> dict[str, float]:
-    """One run of the code in `tree`; seconds since the command was typed."""
+    """Run the code in `tree` once; return seconds since the start of the command."""
     words = ["run", "aipo", "--plain", "--updates=1", "--eval-groups=0", "--out", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
@@ -60,7 +61,7 @@ def main() -> None:
                 for name, tree in trees.items():
                     found = start(tree, Path(scratch) / f"{name}-{repeat}")
                     print(f"{name}: {json.dumps(found)}", flush=True)
-                    if repeat:  # the first one writes what Python compiles
+                    if repeat:  # the first one writes Python's compiled files
                         rows[name].append(found)
         finally:
             if args.against:

@@ -1,8 +1,8 @@
-"""What the controller, and the desk, cost a run of 1,024 ranks on 64 hosts: `control.py --ranks` calls it.
+"""The cost of the controller and the desk in a run of 1,024 ranks on 64 hosts: `control.py --ranks` calls it.
 
-The real controller's process, over TCP and CURVE on loopback; what it talks to are fake agents and ranks (see
-`fake_ranks`), whose updates take as long as is asked for and cost nothing. The real desk, and agents that enrol there
-by `applicant.enrol`, each in a thread, as they do on hosts of their own. Processor time is that of all threads.
+The controller is a real process that communicates over TCP and CURVE on loopback with fake agents and ranks (see
+`fake_ranks`), whose updates take a given time and no processor. The desk is real, too; agents enrol there by
+`applicant.enrol`, as on hosts of their own, but each in a thread. Processor time is that of all threads.
 """
 
 import json
@@ -34,16 +34,16 @@ from penstock.runtime.control.security import DeskKeys, Keys
 from penstock.runtime.record.folder import RunFolder, make_folder
 
 HERE = Path(__file__).resolve().parent
-# Seconds for the fakes to get ready, and for an update beyond its own time.
+# Deadlines in seconds: for the fakes to get ready, and for an update beyond its own time.
 START_S, SLACK_S = 300.0, 120.0
-# Names in a manifest: the tensors of a dense model of 32 layers.
+# Names in a manifest, as many as a dense model of 32 layers has tensors.
 TENSORS = 291
 GPU = "H100"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A trainer of so many ranks on the first half of the hosts, and generators of `tp` ranks on the other half."""
+    """A trainer of `trainer` ranks on the first half of the hosts, and generators of `tp` ranks on the other half."""
 
     hosts: int
     trainer: int
@@ -88,14 +88,14 @@ SINGLE = Layout(hosts=64, trainer=512, generators=512, tp=1, batch=512)
 
 
 def processor_s(pid: int) -> float:
-    """Seconds of processor time of a process so far."""
+    """Return the processor seconds of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
 def controlled(config: RunConfig) -> Iterator[tuple[Popen[bytes], Path, Keys]]:
-    """The controller's process of a new run folder."""
+    """Start a controller's process on a new run folder; kill it at the end."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = RunFolder.create(Path(scratch) / "run")
         config.write(folder, {})
@@ -114,7 +114,7 @@ def controlled(config: RunConfig) -> Iterator[tuple[Popen[bytes], Path, Keys]]:
 
 
 def lines_of(controller: Popen[bytes]) -> "queue.Queue[dict[str, Any] | None]":
-    """What the controller says, as it comes; None at its end."""
+    """Return a queue of the controller's output lines as they arrive; None at the end."""
     lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
 
     def read() -> None:
@@ -128,9 +128,9 @@ def lines_of(controller: Popen[bytes]) -> "queue.Queue[dict[str, Any] | None]":
 
 
 def steps(layout: Layout, updates: int, pace: float, processes: int = 4) -> dict[str, Any]:
-    """A whole run: seconds and processor seconds of the start, and processor seconds of the controller for each update,
-    without the first, which are the first weights', and the last, after which there is no more to generate. Raises
-    RuntimeError for a run that does not end well."""
+    """Measure a whole run: seconds and processor seconds of the start, and processor seconds of the controller per
+    update. The first update is left out, which includes the first weights, and the last, during which nothing more is
+    generated. Raises RuntimeError for a run that does not finish."""
     config = layout.config(updates)
     with controlled(config) as (controller, folder, keys):
         lines, began = lines_of(controller), monotonic()
@@ -202,7 +202,7 @@ def _end(children: list[Popen[bytes]]) -> None:
 
 
 def enrolment(agents: int) -> dict[str, Any]:
-    """So many agents come to one desk at once, try whether they reach each other, and are admitted."""
+    """Enrol `agents` agents at one desk at once: they test whether they reach each other, and are admitted."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = RunFolder.create(Path(scratch) / "run")
         desk = Desk(DeskKeys.make("benchmark"), "127.0.0.1:0", folder.path, expected=agents)
@@ -225,7 +225,7 @@ def enrolment(agents: int) -> dict[str, Any]:
 
 
 class Listening:
-    """Something that accepts connections where the controller will be."""
+    """A socket that listens in place of the controller."""
 
     def __enter__(self) -> str:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -239,16 +239,16 @@ def _quiet(text: str) -> None:
     pass
 
 
-# The start on paper ----------------------------------------------------------------------------------------
+# The estimate of a start -----------------------------------------------------------------------------------
 
 
 def start_steps(layout: Layout, measured: Mapping[str, Any], enrolled: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Each step of a start of `layout`: what was measured here, and the seconds that a formula makes of it. Steps that
-    hosts do by themselves happen on all of them at once."""
+    """Return each step of a start of `layout`: what was measured here, and the seconds that a formula derives from it.
+    Steps that hosts do independently happen on all of them at once."""
     own, each = layout.ranks // layout.hosts, forking()
     imported, sizes = importing(), (4, 8, 16)
     met = {size: meeting(size) for size in sizes}
-    # A rank connects to each other one, and has a core of its own: here all ranks share one process.
+    # A rank connects to every other one and has a core of its own, while here all ranks share one process.
     pair = met[sizes[-1]] / sizes[-1] ** 2
     return [
         _step(
@@ -292,14 +292,14 @@ def _step(name: str, of: str, measured: float | None, formula: str, seconds: flo
 
 
 def importing() -> float:
-    """Seconds in which a process has what ranks import."""
+    """Measure the seconds in which a process imports what ranks need."""
     began = perf_counter()
     subprocess.run([sys.executable, "-c", "import penstock.runtime.control.rank"], check=True, timeout=START_S)
     return perf_counter() - began
 
 
 def forking() -> float:
-    """Seconds of a fork of a process that has imported it, until the child has begun."""
+    """Measure the seconds of a fork of a process with those imports, until the child has exited."""
     script = (
         "import os, time, penstock.runtime.control.rank as _\n"
         "began = time.perf_counter()\n"
@@ -314,7 +314,7 @@ def forking() -> float:
 
 
 def meeting(size: int) -> float:
-    """Seconds in which so many ranks, threads of this process, have connected by gloo."""
+    """Measure the seconds in which `size` ranks, threads of this process, connect by gloo."""
     from datetime import timedelta
 
     from torch._C._distributed_c10d import HashStore
@@ -334,7 +334,7 @@ def meeting(size: int) -> float:
 
 
 def figures(updates: int, pace: float) -> dict[str, Any]:
-    """All of it, as `control.py --ranks` keeps it."""
+    """Return all figures, as `control.py --ranks` keeps them."""
     measured = steps(TENSOR_PARALLEL, updates, pace)
     enrolled = [enrolment(agents) for agents in (16, 64, 128)]
     plan = start_steps(TENSOR_PARALLEL, measured, enrolled[-1])

@@ -217,7 +217,7 @@ def pack(
     else:
         padded = (shape_of(rollouts, "tokens_NS") or [])[1]  # does not load the tokens
         rows = _PaddedRows(lengths_N, padded if widest is None else min(padded, widest), max_tokens, multiple)
-    # A group without any prefix has no rows.
+    # A group from which no prefix was cut has no rows.
     found = rows.shares(list(units.values()), whole_groups) if units else []
     shares = [share for share in found if int(sampled_N[share].sum())]
     # Most batches are at temperature 1: then no logits are divided.
