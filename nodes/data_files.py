@@ -114,7 +114,9 @@ def read_problem(row: DataRow, context: Context) -> FileProblem:
     """The prompt and the reference answer of a row, "" with `--answer-field none`."""
     prompt = _prompt(row, context)
     if prompt[-1]["role"] == "assistant":
-        raise row.lack("messages that end with an assistant's", "a message to answer at the end")
+        # As those of `sft` do: some of its demonstrations are read as problems to measure accuracy on.
+        needed = "" if context.split == "train" else ", other --eval-data, or --eval-groups 0"
+        raise row.lack("messages that end with an assistant's", f"a message to answer at the end{needed}")
     solution = "" if context.answer_field == NO_ANSWER else _answer(row, context)
     last = solution.strip().rpartition("\n")[2].strip()
     answer = last.removeprefix(FINAL) if last.startswith(FINAL) else solution

@@ -282,6 +282,8 @@ def test_demonstrations_and_pairs_may_be_chat_messages(tmp_path: Path) -> None:
     shown = Context(data=str(tmp_path / "d.jsonl"), prompt_field="messages")
     made = read(shown, open_demonstrations, 1)[0]
     assert {*zip(made.texts, made.responses, strict=True)} == {(conversation(CHAT), "4")}
+    with pytest.raises(DataError, match=r"end with an assistant's, needed a message to answer.*--eval-groups 0"):
+        open_prompts(shown.evaluation())
     apart = replace(shown, prompt_field="prompt", answer_field="completion")
     jsonl(tmp_path / "d.jsonl", [{"prompt": CHAT, "completion": answered[-1:]}])
     made = read(apart, open_demonstrations, 1)[0]
