@@ -187,6 +187,10 @@ def _carried(view: View) -> Iterator[Fault]:
                 needed = f"the argument annotated with its type, such as {argument.name.rpartition('.')[2]}: Prompts"
             what, given = f"{argument.kind} {argument.name!r}", f"{_short(argument.type)}, without a maker"
             yield Fault("no-maker", what, given, needed, argument.where)
+        if argument.kind == "source" and MODEL in view.bases.get(argument.type, ()) and view.readers(argument.name):
+            given = f"{_short(argument.type)}, which {graph.name} does not return"
+            needed = f'a carried value, also if it never changes: return {{…, "{argument.name}": {argument.name}}}'
+            yield Fault("not-carried", f"argument {argument.name!r}", given, needed, argument.where)
 
 
 def _donations(view: View) -> Iterator[Fault]:

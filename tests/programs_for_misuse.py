@@ -397,6 +397,13 @@ def rescores_odd_samples(policy: Policy, reference: Reference, prompts: Prompts)
     return {"policy": aipo_update(policy, rollouts, advantage), "reference": reference}
 
 
+# not-carried: given Reference, which forgets_the_reference does not return … return {…, "reference": reference}
+@program
+def forgets_the_reference(policy: Policy, reference: Reference, prompts: Prompts) -> Policy:
+    rollouts, advantage = compared(policy, prompts)
+    return policy_update(policy, rollouts, advantage, reference_logprobs(reference, rollouts), loss=ppo, kl=0.1)
+
+
 @node(pool="scorer")
 def drift(rewards: Rewards, close: Logprobs) -> Rewards:
     return rewards

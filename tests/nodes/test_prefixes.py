@@ -188,7 +188,7 @@ def test_a_group_without_a_prefix_has_no_rows(context: Context) -> None:
     assert (metrics["prefix_length"].count, figures["finished"].count) == (0, 0)  # which no row has
     assert len(group_advantage.fn(rewards, made)) == len(leave_one_out_advantage.fn(rewards, made)) == 0
     # Models score none of it.
-    reference = make_reference(replace(context, node="reference"))
+    reference: Any = make_reference(replace(context, node="reference"))
     assert reference_logprobs.fn(reference, made).logprobs_NT.shape == (0, 0)
     assert len(reference.pack(ends(made))) == 0
     batch = Rollouts.concat([made, begin(context, 2)])
