@@ -187,7 +187,8 @@ class ModelConfig:
                 needed = "nothing" if value is None else f"{value!r}, or nothing"
                 raise ModelError(f"given {key} {data[key]!r}, needed {needed}")
         if quantised := data.get("quantization_config"):
-            raise ModelError(f"given quantization_config {quantised!r:.200}, needed none: weights as they are, unquantised")
+            given = f"quantization_config {quantised!r:.200}"
+            raise ModelError(f"given {given}, needed none: weights as they are, unquantised")
         sizes: dict[str, Any] = {key: _need(data, key) for key in _SIZES}
         if family.experts:
             sizes |= {key: _need(data, key) for key in _EXPERT_SIZES}
