@@ -1,4 +1,4 @@
-"""Lines over a few places as an SVG picture, with the range of their repeats. Pure; follows the reader's theme."""
+"""A line chart as an SVG picture, with the range of repeats at each point. Pure; follows the reader's theme."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -17,9 +17,10 @@ Spread = Mapping[str, float]
 def line_chart(
     lines: Mapping[str, Sequence[Spread]], places: Sequence[str], title: str, below: str, level: tuple[str, float]
 ) -> str:
-    """A line per name through the medians (0 to 1), equally far apart; a bar from the smallest to the largest value.
+    """Draw a line per name through the medians (0 to 1) at equally spaced `places`, with bars from the smallest to the
+    largest value.
 
-    Lines stand a little beside each other, so that bars can be told apart. `level` is a name and a height to compare
+    Lines are shifted slightly, so that bars do not overlap. `level` is the name and the height of a line to compare
     with.
     """
     step = (WIDTH - LEFT - RIGHT) / len(places)

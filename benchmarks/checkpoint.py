@@ -1,7 +1,7 @@
 """How long a process is silent while it writes a state of 2 GB: the longest gap between two beats of another thread.
 
-A rank's heartbeat is a thread that needs the interpreter's lock. safetensors before 0.8 held it for as long as it wrote
-a file. To measure another version, put it on the path: `PYTHONPATH=DIR python benchmarks/checkpoint.py`.
+A rank's heartbeat is a thread that needs the interpreter's lock, which safetensors before 0.8 held while it wrote a
+file. To measure another version, put it on the path: `PYTHONPATH=DIR python benchmarks/checkpoint.py`.
 
     python benchmarks/checkpoint.py [--keep] [--gb 2]
 """
@@ -23,7 +23,7 @@ BEAT_S = 0.01
 
 
 class Beats:
-    """Beats until the end of the block; `gap_s` is the longest time between two."""
+    """Beats in a thread until the end of the block; `gap_s` is the longest time between two beats."""
 
     def __enter__(self) -> "Beats":
         self.gap_s, self._end = 0.0, threading.Event()
@@ -50,7 +50,7 @@ def main() -> None:
     elements = int(arguments.gb * 2**30 / 4 / TENSORS)
     tensors = {f"carried/policy/{number}": torch.ones(elements) for number in range(TENSORS)}
     buffers, found = HostBuffers(), {}
-    for number in range(2):  # the second copy finds its memory
+    for number in range(2):  # the second copy reuses the memory of the first
         began = time.monotonic()
         copy = buffers.copy(tensors)
         found[f"copy_{number}_s"] = round(time.monotonic() - began, 3)

@@ -1,14 +1,14 @@
-"""What the control plane can do at most: scheduler events per second, and round trips of tasks beside Ray's calls.
+"""The throughput of the control plane: scheduler events per second, and round trips of tasks compared with Ray's calls.
 
     python benchmarks/control.py [--keep]
     python benchmarks/control.py --ranks [--keep]
 
-`--ranks` measures something else: the controller of 1,024 ranks on 64 hosts, which are fake, and the enrolment of 128
-agents, and reckons what a start takes (see `thousand_ranks`).
+`--ranks` measures something else: the controller of 1,024 fake ranks on 64 hosts, and the enrolment of up to 128
+agents; it also estimates the seconds of a start (see `thousand_ranks`).
 
-See `round_trips` and `ray_calls` for what a task goes through. The two alternate, each time in new processes laid out
-alike: 1 and 16 workers have a process each, 256 are 16 threads in each of 16 processes. `in_flight` counts the tasks
-of all workers. Without Ray (extra `bench`) its columns are missing, and said so.
+See `round_trips` and `ray_calls` for what a task goes through. The two alternate, each time in new processes with the
+same layout: 1 and 16 workers have a process each, 256 are 16 threads in each of 16 processes. `in_flight` counts the
+tasks of all workers. Without Ray (extra `bench`) its columns are missing, and the output says so.
 """
 
 import argparse
@@ -39,17 +39,17 @@ UPDATES = 300
 LAG = 1
 GENERATORS = 2
 TARGETS = {"one_in_flight": 3.0, "one_at_each": None, "pipelined": 5.0}
-"""What is promised: tasks per second over Ray's. One task in flight is one altogether, the workers taking turns; one
-at each worker is between that and pipelined, and nothing is promised of it."""
+"""Targets for tasks per second over Ray's. `one_in_flight` is one task altogether, with the workers taking turns;
+`one_at_each` is between that and pipelined, and has no target."""
 WINDOW = 256
-"""Tasks in flight at each worker when pipelined."""
+"""Tasks in flight at each worker in the pipelined mode."""
 LIMIT_S = 420.0
-"""Seconds for one system's part of one repeat. Start-up and each wait have shorter deadlines of their own."""
+"""Deadline in seconds for one system's part of one repeat. Start-up and each wait have shorter deadlines."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`threads` workers in each of `processes`."""
+    """`threads` workers in each of `processes` processes."""
 
     processes: int
     threads: int
@@ -67,7 +67,7 @@ LAYOUTS = {layout.workers: layout for layout in (Layout(1, 1), Layout(16, 1), La
 
 
 def scheduler_events_per_s(repeats: int = 5) -> dict[str, Any]:
-    """Events per second through `Scheduler.handle` alone, for `aipo` with two generator replicas.
+    """Measure events per second through `Scheduler.handle` alone, for `aipo` with two generator replicas.
 
     The events are those of a simulated run; only handling them is timed, in one thread.
     """
@@ -83,7 +83,7 @@ def scheduler_events_per_s(repeats: int = 5) -> dict[str, Any]:
 
 
 def _events(tables: Tables, rules: Rules) -> list[Event]:
-    """What the scheduler hears in a run whose generation varies with the group."""
+    """Return the events of a run in which the duration of generation varies with the group."""
     heard: list[Event] = []
     nodes = {s.name: 2.0 if s.per_update else 0.01 for s in tables.steps.values() if not s.source}
     drawn = {step.name: lambda _, index: 1.0 + 0.1 * (index % 7) for step, _ in _readers(tables)}
@@ -97,7 +97,7 @@ def _readers(tables: Tables) -> list[tuple[Any, int]]:
 
 
 def _handle(tables: Tables, rules: Rules, events: list[Event]) -> float:
-    """Seconds that a fresh scheduler takes to handle the events."""
+    """Return the seconds in which a new scheduler handles the events."""
     scheduler = Scheduler(tables, rules)
     start = perf_counter()
     for event in events:
@@ -108,7 +108,7 @@ def _handle(tables: Tables, rules: Rules, events: list[Event]) -> float:
 
 
 def round_trips(layout: Layout, repeats: int, seconds: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A row for each of TARGETS, and seconds of start-up: Penstock and Ray in turn, `repeats` times."""
+    """Measure Penstock and Ray in turn, `repeats` times; return a row for each of TARGETS, and seconds of start-up."""
     systems = {"penstock": "round_trips.py", "ray": "ray_calls.py"}
     if importlib.util.find_spec("ray") is None:
         del systems["ray"]
@@ -131,7 +131,7 @@ def round_trips(layout: Layout, repeats: int, seconds: float) -> tuple[list[dict
 
 
 def measured(script: str, layout: Layout, seconds: float) -> dict[str, float]:
-    """What one system's script prints last. Raises CalledProcessError or TimeoutExpired."""
+    """Run one system's script; return what it prints last. Raises CalledProcessError or TimeoutExpired."""
     path = Path(__file__).resolve().parent / script
     numbers = (layout.processes, layout.threads, WINDOW, seconds)
     command = [sys.executable, str(path), *map(str, numbers)]
@@ -166,7 +166,7 @@ def main() -> None:
 
 
 def describe(row: dict[str, Any]) -> str:
-    """A row as a line: the median rate, with its ratio to Ray's."""
+    """Return a row as a line: the median rate, with its ratio to Ray's."""
     where = f"{row['workers']} workers ({row['processes']} processes x {row['threads']} threads)"
     line = f"{where}, {row['mode'].replace('_', ' ')}: {row['penstock']['median']:,.0f}/s"
     if "ray" not in row:

@@ -1,4 +1,4 @@
-"""The four processes of `ddma.py`: `python ddma_ranks.py SIDE RANK FOLDER`, an order a line, an answer a line."""
+"""The four processes of `ddma.py`: `python ddma_ranks.py SIDE RANK FOLDER`, with one order and one answer per line."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ TIMEOUT = 60.0
 
 
 class Policy(Weights):
-    """The weights of one FSDP rank, in bf16: rows, as `torch.chunk` deals them."""
+    """The weights of one FSDP rank, in bf16: rows, as `torch.chunk` divides them."""
 
     def __init__(self, rank: int) -> None:
         generator = torch.Generator().manual_seed(rank)
@@ -46,7 +46,7 @@ class Policy(Weights):
 
 
 class Base:
-    """Gather on rank 0 and broadcast: ranks 0 and 1 are the trainer's, the others the generator's."""
+    """Gathers on rank 0 and broadcasts: ranks 0 and 1 are the trainer's, the others the generator's."""
 
     def __init__(self, folder: Path, place: int) -> None:
         self.place = place
@@ -90,7 +90,7 @@ class Base:
 
 
 class Source:
-    """A trainer's rank: answers each order with its seconds."""
+    """A trainer's rank. Answers have the times at which an order started and ended."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.rank, self.folder, self.policy = rank, folder, Policy(rank)
@@ -128,7 +128,7 @@ class Source:
         return {"start": started, "end": perf_counter()}
 
     def rebuild(self, phase: str, epoch: int) -> dict[str, Any]:
-        """Give the bridge up and make another."""
+        """Close the link and open a new one."""
         started = perf_counter()
         self.ways[phase].close()
         self.ways[phase] = _bridge(self.folder, phase, epoch).open("source", self.rank)
@@ -140,7 +140,7 @@ class Source:
 
 
 class _Opened:
-    """Opens the bridge when the arena is there."""
+    """A link that is opened at its first use, when the arena exists."""
 
     def __init__(self, bridge: ReplicaLink, rank: int, memory: SharedMemory | None) -> None:
         self.rank, self.memory = rank, memory
@@ -220,7 +220,7 @@ def _bridge(folder: Path, phase: str, epoch: int = 0) -> ReplicaLink:
 
 
 def rank_main(side: str, rank: int, folder: Path) -> None:
-    """One process, until its input ends."""
+    """Run one process until its input ends."""
     torch.set_num_threads(1)
     role: Any = (Source if side == "source" else Destination)(folder, rank)
     print(json.dumps({"ready": True}), flush=True)

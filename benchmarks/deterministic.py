@@ -1,9 +1,9 @@
-"""What `--deterministic` costs: seconds of an update and of a decode step with it over those without, in one process.
+"""The cost of `--deterministic`: seconds of an update and of a decode step with it over those without, in one process.
 
     python benchmarks/deterministic.py [--pairs 15] [--keep]
 
-On a CPU the bits are the same. With and without take turns, in an order that turns, too; each ratio is of two that
-stand beside each other. What it costs on a GPU: `python benchmarks/gpu.py --only bits`.
+On a CPU the results are bit-identical. Runs with and without it alternate, in an order that is reversed for every other
+pair; each ratio is of one pair. For the cost on a GPU: `python benchmarks/gpu.py --only bits`.
 """
 
 import argparse

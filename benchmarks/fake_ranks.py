@@ -1,11 +1,11 @@
-"""Fake agents and fake ranks of several hosts in one process: a test instrument for the controller's benchmark.
+"""Fake agents and fake ranks of several hosts in one process, for the controller's benchmark.
 
     python benchmarks/fake_ranks.py PACE TENSORS JOIN_FILE …
 
-They speak the real wire: an agent over TCP and CURVE, its ranks and their heartbeats by the relay that real agents
-have, with the messages and the times of real ones. What is fake is the work. An update takes PACE seconds, a group a
-share of that, and no weights move; a version has a manifest of TENSORS names. A group of ranks meets on the
-controller's board as torch's gloo has it do, with addresses of the size that gloo's have.
+They use the real protocol: an agent over TCP and CURVE, its ranks and their heartbeats through the relay of real
+agents, with the messages and intervals of real ones. Only the work is fake. An update takes PACE seconds, a group a
+share of that, and no weights move; a version has a manifest of TENSORS names. The ranks of a group meet on the
+controller's board as with torch's gloo, with addresses of the same size.
 """
 
 import heapq
@@ -65,19 +65,19 @@ from penstock.runtime.schedule.events import (
 )
 from penstock.runtime.tensor.shm import ObjectRef, owner_of
 
-# Bytes of what gloo posts of each rank, in hexadecimal twice as many.
+# Bytes that gloo posts for each rank; in hexadecimal they are twice as many.
 ADDRESS_BYTES = 200
-# Seconds between the fastest and the slowest clock of a host.
+# Seconds between the fastest and the slowest clock of the hosts.
 SKEW = 0.02
-# Ranks that compute together end together: at a multiple of so many seconds.
+# Work ends at a multiple of this many seconds, so that ranks that compute together end together.
 TOGETHER = 0.05
-# Of PACE: the seconds of a group's responses, and of a transfer of weights.
+# The durations of a group's responses and of a transfer of weights, as shares of PACE.
 GROUP, TRANSFER = 0.6, 0.1
 OPTIONS: Options = {zmq.SNDHWM: 1000, zmq.RCVHWM: 1000}
 
 
 class Peers:
-    """The connections of one process, and what is to be done when."""
+    """The connections of one process, and its actions by the time at which they are due."""
 
     def __init__(self, pace: float, tensors: int) -> None:
         self.pace = pace
@@ -96,7 +96,7 @@ class Peers:
         heapq.heappush(self.due, (monotonic() + seconds, next(self.order), act))
 
     def connect(self, join: Join, hello: Hello, hear: Callable[[Message], None]) -> Callable[[Message], None]:
-        """A connection; what says something on it."""
+        """Open a connection; return a function that sends a message on it."""
         socket, numbers = dial(self.context, join.endpoint, join.server, join, OPTIONS), count(1)
         self.hears[socket] = hear
         self.poller.register(socket, zmq.POLLIN)
@@ -109,7 +109,7 @@ class Peers:
         return say
 
     def beat(self, say: Callable[[Message], None], host: str, doing: Callable[[], str]) -> None:
-        """As a `Pulse` does: those of a host at once, those of other hosts at other moments."""
+        """Send heartbeats like a `Pulse`: those of one host at the same time, those of other hosts at other times."""
         phase = crc32(host.encode()) % 1009 / 1009
 
         def again() -> None:
@@ -123,7 +123,7 @@ class Peers:
         wait()
 
     def run(self) -> None:
-        """Until all agents were told goodbye."""
+        """Run until all agents have received Goodbye."""
         while self.left:
             now = monotonic()
             while self.due and self.due[0][0] <= now:
@@ -142,7 +142,7 @@ class Peers:
 
 
 class FakeAgent:
-    """Says that it is there, makes a rank of each Launch, and carries for them as a real one does."""
+    """Announces itself, starts a rank for each Launch, and relays messages for its ranks as a real one does."""
 
     def __init__(self, peers: Peers, join: Join) -> None:
         self.peers, self.join = peers, join
@@ -169,7 +169,7 @@ class FakeAgent:
 
 
 class FakeRank:
-    """Meets its replica's other ranks, and then answers each command after the time that the work would take."""
+    """Meets its replica's other ranks, and then answers each command after the time of the real work."""
 
     def __init__(self, peers: Peers, join: Join, replica: str, rank: int) -> None:
         self.peers, self.join, self.replica, self.rank = peers, join, replica, rank
@@ -185,7 +185,7 @@ class FakeRank:
     def hear(self, message: Message) -> None:
         match message:
             case Setup(config):
-                # What a real rank reads of it, once for a process here.
+                # What a real rank reads from it; here it is parsed once per process.
                 peers = self.peers
                 if peers.config is None:
                     peers.config = RunConfig.from_json(json.loads(config))
@@ -213,7 +213,7 @@ class FakeRank:
             return
         if message.error:
             raise RuntimeError(message.error)
-        if self.asked == 1:  # all are there: now their addresses
+        if self.asked == 1:  # all are present; next come their addresses
             self.beats(Post(f"gloo/{self.group[self.rank]}", "ab" * ADDRESS_BYTES))
             self.look("gloo")
         else:
@@ -250,7 +250,7 @@ class FakeRank:
             metrics = {"reward_mean": 0.5}
         if firing.node.endswith("update"):
             outputs, metrics = {}, {f"figure_{i}": float(i) for i in range(12)}
-        if self.rank:  # the first rank speaks for all
+        if self.rank:  # the first rank reports for all
             outputs, metrics = {}, {}
         return Result(Done(firing, self.replica, self.rank), outputs, metrics, monotonic(), monotonic())
 

@@ -1,20 +1,20 @@
-"""Tokens per second of our engine beside `transformers`' `generate` and beside this machine's roofline, in one run.
+"""Tokens per second of our engine compared with `transformers`' `generate` and this machine's roofline, in one run.
 
     python benchmarks/generate.py [--models 3M 25M 200M] [--dtypes float32 bfloat16] [--threads 1] [--keep] [--tiny]
 
-Llamas of random weights (those of `train.py`), all rows of the same length, sampled at temperature 1. The two take
-turns, with prompts that neither has seen. On one thread seconds are the processor's, which leaves out that others use
-it, but not that they use its memory.
+Llamas with random weights (those of `train.py`), all rows of the same length, sampled at temperature 1. The two take
+turns, with prompts that neither has seen. On one thread, seconds are processor time, which excludes the time of other
+processes, but not their use of the memory bandwidth.
 
-The roofline of a decode step is the longer of two times: its weights and the cache's live entries, read once at the
-bandwidth of a large sum; and its products at the fastest rate of a product of so many rows, whose weight stays in the
-processor's cache. `of the roofline` is that time over the median step of ours, at which all slots sample; the
-roofline over `transformers` is the most that an engine could reach: one that did nothing else but such steps, and the
+The roofline of a decode step is the longer of two times: that of reading its weights and the cache's live entries once,
+at the bandwidth of a large sum; and that of its products, at the fastest rate of a product with as many rows whose
+weight stays in the processor's cache. `of the roofline` is that time over our median step, of those in which all slots
+sample. `roofline over transformers` is the most that an engine could reach that did nothing but such steps, and the
 products of the prompts at that rate.
 
-`lengths` has responses of lognormal lengths in 64 slots, many times as many as slots: seconds of batches of 64 over
-those of continuous batching. A static batch computes all its rows until the longest response ends; rows that `begin
-together` are batches that leave out those that have ended.
+`lengths` has responses of lognormal lengths, many more than its 64 slots: seconds of batches of 64 over those of
+continuous batching. A static batch computes all its rows until the longest response ends; with `begin together`, rows
+of a batch that have ended are left out.
 """
 
 import argparse
@@ -47,7 +47,7 @@ MODELS = {"3M": (256, 4, 64), "25M": (512, 8, 48), "200M": (1024, 16, 16)}
 BATCHES = (1, 16, 64, 128)
 PROMPT = 16
 SECONDS = 6.0
-"""A case is repeated until it has taken as long, at most three times, after a round that warms up."""
+"""A case is repeated until it has taken this long, one to three times after a round that warms up."""
 LENGTHS_SLOTS, LENGTHS_ROWS, LENGTHS_MOST, LENGTHS_SIGMA = 64, 512, 96, 0.8
 
 
@@ -66,10 +66,10 @@ def seconds(work: Callable[[], Any], repeats: int = 7) -> float:
 
 
 class Ours:
-    """An engine whose responses end at the bound, or where `ends` says so of a row by its ordinal."""
+    """An engine whose responses end at the limit, or after the lengths given to `end_after` by ordinal."""
 
     def __init__(self, folder: Path, dtype: str, slots: int, tokens: int) -> None:
-        # A run measures one group of each batch against the trainer.
+        # As in a run, the engine measures the mismatch of one group of each batch.
         context = Context(node="generate", model=str(folder), dtype=dtype, slots=slots, batch=slots, max_tokens=tokens)
         self.engine = Engine(context, make_engine(context).sampler)
         self.weights = Weights(0, load_model(CausalLM, folder, dtype).state_dict())
@@ -77,8 +77,8 @@ class Ours:
         self.engine.slots.stops[:] = False
 
     def end_after(self, lengths: dict[int, int]) -> None:
-        """Rows end after so many tokens."""
-        # The tokens that end them, or do not, have other log-probabilities than those that were sampled.
+        """End each row after the given number of tokens."""
+        # The tokens that replace sampled ones, to end rows or not, have other log-probabilities.
         self.engine.measured = lambda *given: {}  # type: ignore[method-assign]
         slots = self.engine.slots
         take, record, wanted = slots.take, slots.record, dict[int, int]()
@@ -98,7 +98,7 @@ class Ours:
         slots.take, slots.record = taken, recorded  # type: ignore[method-assign, assignment]
 
     def run(self, prompts: dict[int, str]) -> None:
-        """A response to each."""
+        """Generate a response to each prompt."""
         for ordinal, text in prompts.items():
             given = Prompts((ordinal,), (text,), ("",))
             self.engine.submit(ordinal, {"prompts": given, "behaviour": self.weights})
@@ -133,13 +133,13 @@ def theirs(folder: Path, dtype: str) -> Callable[[list[str], int], Tensor]:
 
 
 def bandwidth() -> float:
-    """Bytes per second that a sum of 512 MB reads, in pages as the engine has them."""
+    """Measure the bytes per second that a sum of 512 MiB reads, in pages like those of the engine."""
     numbers = zeros((128 << 20,), torch.float32)
     return numbers.nbytes / seconds(numbers.sum)
 
 
 def rate(rows: int, hidden: int, dtype: str) -> float:
-    """FLOP/s of the fastest product of so many rows: with a weight that is packed for it, or plain."""
+    """Measure the FLOP/s of the fastest product with `rows` rows: with a weight that is packed for it, or plain."""
     width = 4 * hidden
     x, weight = (
         torch.randn(rows, hidden).to(getattr(torch, dtype)),
@@ -168,7 +168,7 @@ def case(folder: Path, name: str, dtype: str, batch: int, tokens: int, read: flo
                 other(prompts, tokens)
             found[system].append(clock() - start)
         rounds += 1
-        if rounds == 1:  # it has warmed up
+        if rounds == 1:  # the first round warms up
             found = {"ours": [], "transformers": []}
             ours.steps.clear()
     step, size = median(ours.steps), torch.finfo(getattr(torch, dtype)).bits // 8
@@ -194,7 +194,7 @@ def case(folder: Path, name: str, dtype: str, batch: int, tokens: int, read: flo
 
 
 def lengths(folder: Path, name: str, dtype: str, count: int) -> dict[str, Any]:
-    """Responses of lognormal lengths, by continuous and by static batching."""
+    """Measure responses of lognormal lengths, by continuous and by static batching."""
     rng = random.Random(1)
     wanted = {
         i: min(LENGTHS_MOST, max(1, round(rng.lognormvariate(math.log(16), LENGTHS_SIGMA)))) for i in range(count)

@@ -1,7 +1,8 @@
-"""The phases of `gpu.py`: `python gpu_phases.py PHASE DEVICE` prints each figure that it finds, a JSON object a line.
+"""The phases of `gpu.py`: `python gpu_phases.py PHASE DEVICE` prints each figure that it finds as a JSON line.
 
-On the CPU all is tiny: figures of it mean nothing. A figure that cannot be had says why in `error`, and the phase goes
-on: a card has too little memory for a model, say. Times are medians; GB are 10^9 bytes.
+On the CPU everything is tiny, and its figures mean nothing. If a figure cannot be measured, for example because a card
+has too little memory for a model, it has the reason in `error`, and the phase continues. Times are medians; GB are 10^9
+bytes.
 
 Shapes: N responses, S tokens of a sequence, T tokens of a response.
 """
@@ -54,8 +55,8 @@ ANSWER_S, RUN_S = 60.0, 80.0
 
 
 def smoke(device: str) -> Iterator[Figures]:
-    """Does it run at all? Ranks are forked from a process that has imported torch, so that a run shows whether their
-    CUDA contexts come up."""
+    """Check that runs work at all. Ranks are forked from a process that has imported torch, so that a run shows whether
+    their CUDA contexts can be created."""
     if device != "cpu":
         card = torch.cuda.get_device_properties(device)
         yield {"card": card.name, "memory_gib": round(card.total_memory / 2**30, 1), "cuda": torch.version.cuda}
@@ -67,7 +68,7 @@ def smoke(device: str) -> Iterator[Figures]:
         model.init_weights(0)
         save_model(model, model.state_dict(), name)
         byte_tokenizer().save(name)
-        # As somebody types it who has read nothing: on a card it is planned.
+        # As a new user would type it: on a card the run is planned.
         yield {"first run": penstock_run([f"--model={name}", "--data=arithmetic", "--batch=4", "--updates=3"])[0]}
     files = ["runtime/tensor/test_links.py", "runtime/tensor/test_checkpoint.py"]
     files += ["nodes/test_gpu.py"] if device != "cpu" else []  # the others run there anyway
@@ -78,10 +79,10 @@ def smoke(device: str) -> Iterator[Figures]:
 
 
 def decode(device: str) -> Iterator[Figures]:
-    """Steps of the engine with all slots in work, in bfloat16 with random weights: milliseconds of the median step, the
-    kernels that one launches (a CPU's operations), and tokens/s over those of a step that only reads the weights and
-    the cache (all slots up to the context) at the measured bandwidth and multiplies at the measured rate. Then the
-    first cases with weights of eight bits."""
+    """Measure steps of the engine with all slots in use, in bfloat16 with random weights: milliseconds of the median
+    step, the kernels that one step launches (on a CPU, operations), and tokens/s over those of a step that only reads
+    the weights and the cache (all slots up to the context) at the measured bandwidth, or multiplies at the measured
+    rate if that takes longer. Then the first cases with weights of eight bits."""
     bandwidth, flops = rates(device)
     yield {"read_gb_s": bandwidth / 1e9, "bf16_tflops": flops / 1e12}
     models = {"1B": ONE_B, "8B": replace(MODELS["8B"], max_position_embeddings=8192)}
@@ -102,7 +103,7 @@ def decode(device: str) -> Iterator[Figures]:
                 yield {key: {"error": first_line(error)}}
                 continue
             cache = slots * context * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-            least = max((read + cache) / bandwidth, slots * read / flops)  # two FLOPs a weight of two bytes
+            least = max((read + cache) / bandwidth, slots * read / flops)  # two FLOPs per weight of two bytes
             per_s = slots / found["ms"] * 1e3
             yield {key: {**found, "tokens_per_s": round(per_s), "of_the_roofline": round(per_s * least / slots, 3)}}
         yield from in_eight_bits(device, name, config, tensors, cases[:3])
@@ -112,8 +113,8 @@ def decode(device: str) -> Iterator[Figures]:
 def in_eight_bits(
     device: str, name: str, config: ModelConfig, tensors: Mapping[str, Tensor], cases: list[tuple[int, int]]
 ) -> Iterator[Figures]:
-    """The same with weights that have travelled in fp8, or in int8 to a CPU; and how far a product of a layer is from
-    that of the floats, over its largest value."""
+    """Measure the same with weights that were sent in fp8, or in int8 on a CPU; and the largest error of a layer's
+    product, relative to its largest value."""
     precision, key = "int8" if device == "cpu" else "fp8", next(n for n in tensors if n.endswith("q_proj.weight"))
     layout = Layout.whole(_entries(tensors))
     wire = converted(layout, precision)
@@ -136,7 +137,7 @@ def in_eight_bits(
 def decode_steps(
     device: str, config: ModelConfig, tensors: Mapping[str, Tensor], slots: int, context: int, precision: str = ""
 ) -> dict[str, Any]:
-    """A step after a prompt of `context` tokens in each slot. Raises ValueError where the cache does not fit."""
+    """Measure steps after a prompt of `context` tokens in each slot. Raises ValueError if the cache does not fit."""
     with tempfile.TemporaryDirectory() as folder:
         engine = Generator(Path(folder), config, device, slots, context, precision)
     engine.fill(tensors)
@@ -146,7 +147,7 @@ def decode_steps(
     kind = ProfilerActivity.CPU if device == "cpu" else ProfilerActivity.CUDA
     with profile(activities=[kind], acc_events=True) as seen:
         engine.step()
-    # The calls that launch them are seen, too, as the host's.
+    # The profiler also has the launching calls, as events of the host.
     kernels = sum(event.count for event in seen.key_averages() if event.device_type.name == kind.name)
     found = {"ms": 1e3 * statistics.median(seconds), "kernels": kernels}
     if device != "cpu":
@@ -156,22 +157,22 @@ def decode_steps(
 
 
 def rates(device: str) -> tuple[float, float]:
-    """Bytes per second that a sum reads, and FLOP/s of one large product in bfloat16."""
+    """Measure the bytes per second that a sum reads, and the FLOP/s of a large product in bfloat16."""
     width = 256 if device == "cpu" else 8192
     a = torch.randn(width, width, device=device).bfloat16()
     return calibrate.bandwidths(device)["read"] * 1e9, 2.0 * width**3 / calibrate.seconds(lambda: a @ a)
 
 
 def overlap(device: str) -> Iterator[Figures]:
-    """Weights of the 1B model from one process to another on the card, by each way: alone, and while the sender trains
-    and the receiver decodes; and what a step of these takes alone and beside a sync."""
+    """Send weights of the 1B model from one process to another on the card, by each way: alone, and while the sender
+    trains and the receiver decodes; also measure their steps alone and during a sync."""
     for way in ("shm off",) if device == "cpu" else ("cuda_ipc off", "cuda_ipc full", "messages off"):
         yield {way: synced(device, way, beside=True)}
 
 
 def nccl(device: str) -> Iterator[Figures]:
-    """NCCL takes no two ranks of one host on one card: here they say that they are on two (`NCCL_HOSTID`; unsupported
-    and slow, but the same code as between two cards)."""
+    """Sync by NCCL. It refuses two ranks of one host on one card, so they claim to be on two hosts (`NCCL_HOSTID`):
+    unsupported and slow, but the same code as between two cards."""
     if device == "cpu":
         yield {"messages full": synced(device, "messages full")}
         return
@@ -180,15 +181,15 @@ def nccl(device: str) -> Iterator[Figures]:
 
 
 def mesh(device: str) -> Iterator[Figures]:
-    """A trainer over two ranks of one card, which say the same of their hosts; and one beside weights that go from one
-    of them to the other."""
+    """Train over two ranks of one card, which also claim to be on two hosts; in one case, one of them meanwhile sends
+    weights to the other."""
     for axes in ("pp=2", "fsdp=2 beside") if device == "cpu" else ("fsdp=2 beside", "pp=2", "tp=2", "fsdp=2"):
         yield {axes: trained(device, *axes.split())}
 
 
 def trained(device: str, mesh: str, *beside: str) -> Figures:
-    """Two updates of a trainer over two ranks of `gpu_mesh.py`, beside those of one rank: whether they end, are near,
-    and how long the second one takes."""
+    """Compare two updates of a trainer over two ranks of `gpu_mesh.py` with those of one rank: whether they end, how
+    far they are apart (`off`), and how long the second one takes."""
     with tempfile.TemporaryDirectory() as folder:
         script = str(Path(__file__).with_name("gpu_mesh.py"))
         commands = [[sys.executable, script, str(rank), "2", mesh, folder, device, *beside] for rank in range(2)]
@@ -211,7 +212,7 @@ def trained(device: str, mesh: str, *beside: str) -> Figures:
 
 
 class Rank:
-    """One of the two processes of `gpu_ranks.py`, and its answers."""
+    """One of the two processes of `gpu_ranks.py`, with its answers."""
 
     def __init__(self, side: str, folder: Path, device: str) -> None:
         script = str(Path(__file__).with_name("gpu_ranks.py"))
@@ -226,7 +227,8 @@ class Rank:
         self.process.stdin.flush()
 
     def answer(self) -> Figures:
-        """Raises RuntimeError for an error, and for a process that is gone or says nothing in time."""
+        """Return the next answer. Raises RuntimeError for an error, and if the process has ended or does not answer in
+        time."""
         try:
             line = self.lines.get(timeout=ANSWER_S)
         except Empty:
@@ -243,7 +245,7 @@ class Rank:
         return self.answer()
 
     def end(self) -> None:
-        """By the end of its input, so that it takes its memory away; by force if that does not do."""
+        """Close its input, so that it frees its memory and exits; kill it if it does not."""
         self.process.stdin.close()
         try:
             self.process.wait(10)
@@ -258,7 +260,7 @@ class Rank:
 
 
 def synced(device: str, way: str, beside: bool = False, repeats: int = REPEATS) -> Figures:
-    """Syncs in two processes of their own, since what one way leaves on the card is not the next one's."""
+    """Measure syncs in two new processes, so that nothing that another way left on the card affects them."""
     with tempfile.TemporaryDirectory() as name:
         ranks = [Rank(side, Path(name), device) for side in ("source", "destination")]
         try:
@@ -280,7 +282,7 @@ def synced(device: str, way: str, beside: bool = False, repeats: int = REPEATS) 
 
 
 def syncs(way: str, source: Rank, destination: Rank, versions: range, beside: bool = False) -> Figures:
-    """`ms` is from the last start to the last end; the sender's copy aside (`publish_ms`) comes before."""
+    """Run syncs; return medians. `ms` is from the last start to the last end, after the snapshot (`publish_ms`)."""
     times: dict[str, list[float]] = {}
     for version in versions:
         published = source.ask("publish", way=way, version=version)
@@ -302,9 +304,9 @@ def syncs(way: str, source: Rank, destination: Rank, versions: range, beside: bo
 
 
 def train(device: str) -> Iterator[Figures]:
-    """Updates by AIPO in bfloat16 with float32 masters, of all weights or of adapters, on packed sequences of one
-    length: tokens/s; MFU, of the FLOPs that an update needs without recomputation and the measured rate of a large
-    product; and the card's peak memory over that of the plan, both without what CUDA keeps for itself."""
+    """Measure updates by AIPO in bfloat16, of all weights with float32 masters or of adapters, on packed sequences of
+    one length: tokens/s; MFU, from the FLOPs that an update needs without recomputation and the measured rate of a
+    large product; and the card's peak memory over that of the plan, both without the memory that CUDA needs itself."""
     flops = rates(device)[1]
     models = {"1B": ONE_B, "8B, 8 of 32 layers": replace(MODELS["8B"], num_hidden_layers=8)}
     cases = [
@@ -323,14 +325,14 @@ def train(device: str) -> Iterator[Figures]:
             key += f", adapters of rank {lora}" if lora else ""
             options = {"recompute": recompute, "micro_tokens": micro_tokens, "logit_elements": 1 << bits}
             options |= {"optimizer_state": where, "lora": lora}
-            gc.collect()  # a model may be held by a circle, and its memory is the next one's
+            gc.collect()  # a reference cycle may hold a model whose memory the next one needs
             try:
                 seconds, peak = updates_s(device, config, rows, length, options)
             except (RuntimeError, ValueError) as error:
                 yield {key: {"error": first_line(error)}}
                 continue
             tokens = rows * length
-            # Of weights that do not learn there is no gradient; of adapters there is, 3 products of 2 FLOPs each.
+            # Frozen weights have no gradient; adapters have three products of 2 FLOPs per weight.
             own = shape.with_lora(lora)
             learns = 6.0 * shape.layers * own.adapted() if lora else 2.0 * shape.active_parameters
             needed = (4.0 * shape.active_parameters + learns) * tokens
@@ -349,9 +351,9 @@ def train(device: str) -> Iterator[Figures]:
 def updates_s(
     device: str, config: ModelConfig, rows: int, length: int, options: Mapping[str, Any]
 ) -> tuple[float, float]:
-    """Seconds of an update, and the bytes that it has on the card at most; 0 of a CPU."""
+    """Return the seconds of an update, and its peak bytes on the card, 0 for a CPU."""
     torch.manual_seed(0)
-    # Of adapters, the base is read in the dtype that it computes in.
+    # With adapters, the base is loaded in the dtype in which it computes.
     lora = Lora(options["lora"], 32.0) if options["lora"] else None
     model = CausalLM(config, torch.bfloat16 if lora else torch.float32, device, lora=lora)
     for name, parameter in model.own_parameters().items() if lora else ():
@@ -385,14 +387,14 @@ def updates_s(
         finish(device)
         seconds.append(perf_counter() - began)
     peak = torch.cuda.max_memory_allocated(device) if device != "cpu" else 0
-    # The first one takes its memory, and its kernels are chosen.
+    # The first update allocates memory and selects kernels.
     return statistics.median(seconds[1:]), float(peak)
 
 
 def state(device: str) -> Iterator[Figures]:
-    """GB/s of the 1B model's weights: copied on the card, copied aside for a sync with each proof and wire format, to
-    the host and back, to the host for a checkpoint, and from there into a file. And whether two ranks' parts,
-    converted, are the converted whole, on the card and on the CPU."""
+    """Measure GB/s of the 1B model's weights: copied on the card, published for a sync with each proof and wire format,
+    moved to the host and back, copied to the host for a checkpoint, and written from there into a file. Also check
+    whether the converted parts of two ranks equal the converted whole, and the card's conversion that of the CPU."""
     policy = Policy(device, small(ONE_B) if device == "cpu" else ONE_B)
     nbytes = sum(t.nbytes for t in policy.tensors.values())
 
@@ -447,7 +449,8 @@ def finish(device: str) -> None:
 
 
 def conversion(device: str) -> dict[str, dict[str, bool]]:
-    """For each wire format, whether what two ranks make of their halves of each row is the converted whole."""
+    """Return, for each wire format, whether two ranks convert their halves of each row to the same bits as the whole
+    tensor, and whether the device converts to the same bits as the CPU."""
     generator = torch.Generator(device).manual_seed(2)
     tensors = {
         name: torch.randn(shape, generator=generator, device=device).bfloat16()
@@ -506,7 +509,7 @@ def _cut(tensor: Tensor, box: Region) -> Tensor:
 
 
 def _equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    """To the bit."""
+    """True if all tensors are bit-identical."""
     flat = [{name: t.cpu().contiguous().view(-1).view(torch.uint8) for name, t in each.items()} for each in (a, b)]
     return a.keys() == b.keys() and all(torch.equal(flat[0][name], flat[1][name]) for name in a)
 
@@ -516,7 +519,7 @@ RUN, SMALL = ["--updates=6", "--eval-groups=0", "--plain", "--json"], ["--batch=
 
 
 def penstock_run(flags: list[str]) -> tuple[Figures, list[float]]:
-    """A run of aipo: its figures, and its rewards, losses and entropies by update."""
+    """Run aipo; return its figures, and its rewards, losses and entropies by update."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
         try:
@@ -536,9 +539,9 @@ def penstock_run(flags: list[str]) -> tuple[Figures, list[float]]:
 
 
 def bits(device: str) -> Iterator[Figures]:
-    """Runs at lag 0: `unlike` is how far a run's rewards, losses and entropies are from those of the first one. 0 is
-    equal to the bit; bfloat16, and what a card adds up in no order of its own, is near. `update_s` of the first and the
-    third is what --deterministic costs."""
+    """Compare runs at lag 0: `unlike` is the largest difference of a run's rewards, losses and entropies from those of
+    the first one. 0 means bit-identical; bfloat16, and sums that a card adds in a varying order, are close to it. The
+    cost of --deterministic is the difference in `update_s` between the first and the third run."""
     straight = "shm" if device == "cpu" else "cuda_ipc"
     asked = {
         "deterministic": ["--deterministic"],
@@ -554,7 +557,7 @@ def bits(device: str) -> Iterator[Figures]:
         tiny = ["--model=new", "--updates=2"]
         asked = {name: [*flags, *tiny] for name, flags in asked.items() if name in ("deterministic", "as it is")}
     else:
-        with tempfile.TemporaryDirectory() as name:  # the base is built at its first use
+        with tempfile.TemporaryDirectory() as name:  # builds the base model, which happens at its first use
             penstock("run", "aipo", "--updates=1", "--eval-groups=0", "--plain", "--json", "--out", f"{name}/run")
     first: list[float] = []
     for name, flags in asked.items():
@@ -566,9 +569,9 @@ def bits(device: str) -> Iterator[Figures]:
 
 
 def plan(device: str) -> Iterator[Figures]:
-    """What `doctor --measure` finds of the card, and the seconds of an update of the 1B model as `plan` predicts them
-    there over those of a run of that plan, median of all but the first two. Responses are as long as they may be:
-    random weights end none."""
+    """Measure the card with `doctor --measure`, and compare the seconds of an update of the 1B model that `plan`
+    predicts with those of a run of that plan, the median of all but the first two. Responses have the largest length,
+    since random weights do not end them."""
     config, tokens = (small(ONE_B), 16) if device == "cpu" else (ONE_B, 128)
     batch, samples, slots = (2, 8, 16) if device == "cpu" else (16, 8, 128)
     with tempfile.TemporaryDirectory() as name:
@@ -585,7 +588,7 @@ def plan(device: str) -> Iterator[Figures]:
         file = folder / "plan.json"
         planned = penstock("plan", "aipo", "--json", f"--cluster={cluster}", *work, *lengths, f"--out={file}")
         yield {"planned_s": planned["period_s"], "bound": planned["bound"]}
-        # A plan for a card is none for a CPU.
+        # A plan for a card cannot be used on a CPU.
         there = [*work, f"--model={folder / 'model'}", "--dtype=bfloat16"] if device == "cpu" else [f"--plan={file}"]
         found, _ = penstock_run([*there, "--data=arithmetic", "--updates=4"])
         yield {"run": found}
@@ -593,7 +596,7 @@ def plan(device: str) -> Iterator[Figures]:
 
 
 def penstock(*words: str) -> Figures:
-    """The last line that a command prints, which is JSON. Raises RuntimeError with what it said where it fails."""
+    """Run a command; return its last line, which is JSON. Raises RuntimeError with its output if it fails."""
     command = [sys.executable, "-m", "penstock.runtime.cli.main", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S)
     if done.returncode:
@@ -624,7 +627,7 @@ def main() -> None:
     for figures in PHASES[name](device):
         print(json.dumps(figures), flush=True)
     sys.stdout.flush()
-    os._exit(0)  # threads of CUDA and NCCL must not hold up the end
+    os._exit(0)  # threads of CUDA and NCCL must not delay the exit
 
 
 if __name__ == "__main__":

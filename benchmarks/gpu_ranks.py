@@ -1,7 +1,8 @@
 """The two processes of a sync on one card: `python gpu_ranks.py SIDE FOLDER DEVICE`.
 
-An order a line, an answer a line. A way is the transport ("cuda_ipc", "shm", "messages", "nccl"), the proof, and a wire
-format if it is not the weights' own. Beside a sync the sender trains and the receiver decodes, as in a run.
+Each input line is an order, each output line an answer. A way names the transport ("cuda_ipc", "shm", "messages",
+"nccl"), the proof, and the wire format if it differs from the weights' own. During a sync the sender can train and the
+receiver decode, as in a run.
 """
 
 import json
@@ -44,7 +45,7 @@ CHANNEL = "policy>generator"
 
 
 def small(config: ModelConfig) -> ModelConfig:
-    """For a CPU."""
+    """Return a small model for a CPU."""
     sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     return replace(config, **sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 
@@ -63,25 +64,25 @@ class Policy(Weights):
 
 
 class Generator:
-    """The engine of a run, all of whose slots get a prompt of about `context` tokens and go on from there. Raises
-    ValueError where its cache does not fit on the device."""
+    """The engine of a run, all of whose slots get a prompt of about `context` tokens and decode from there. Raises
+    ValueError if its cache does not fit on the device."""
 
     def __init__(
         self, folder: Path, config: ModelConfig, device: str, slots: int, context: int, precision: str = ""
     ) -> None:
         facts = {"architectures": ["LlamaForCausalLM"], **config.to_json("bfloat16")}
-        (folder / "config.json").write_text(json.dumps(facts))  # without a tokenizer's file: single bytes
+        (folder / "config.json").write_text(json.dumps(facts))  # without a tokenizer's file, tokens are bytes
         self.device, self.slots, self.context = device, slots, context
         made = Context(node="generate", model=str(folder), dtype="bfloat16", device=device, slots=slots)
         if precision:
             made = replace(made, weights={"behaviour": types.Origin(types.Policy.maker, made, precision)})
-        # Longer than any measurement: no row ends in it, but for one in 128,256 that samples the end.
+        # Longer than any measurement, so that rows end only if they sample the end, at a rate of 1 in 128,256.
         self.engine = make_engine(replace(made, max_tokens=512, max_prompt=context), samples=16)
         self.behaviour = types.Weights(0, {})
         self.groups = 0
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """All slots begin, with weights that lie as a sync puts them for this engine."""
+        """Start all slots, with weights laid out as a sync does for this engine."""
         fused = self.engine.fused()
         layout = Layout.whole([(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()])
         parts = shards_of(layout, 0, touched(held_bytes(layout, 0, fused), self.device), fused)
@@ -94,19 +95,19 @@ class Generator:
             self.groups += 1
             prompt = Prompts((self.groups,), ("a" * (self.context - 4),), ("",))
             self.engine.submit(self.groups, {"prompts": prompt, "behaviour": self.behaviour})
-        # All begin in the same step, since their prompts are the same; one of them may also end in it.
+        # All rows begin in the same step, since their prompts have the same length; one may also end in that step.
         while not self.engine.slots.sampling.any():
             self.engine.step()
 
     def step(self) -> float:
-        """Its seconds. The engine waits for the tokens, and so for the device."""
+        """Return the seconds of a step. The engine waits for the tokens, and so for the device."""
         began = perf_counter()
         self.engine.step()
         return perf_counter() - began
 
 
 class Rank:
-    """What both sides have: a sync in a thread of its own, as in a run, while the main thread works."""
+    """What both sides share: a sync runs in its own thread, as in a run, while the main thread works."""
 
     def __init__(self, folder: Path, device: str) -> None:
         self.folder, self.device = folder, device
@@ -114,7 +115,7 @@ class Rank:
         self.thread = ThreadPoolExecutor(1)
 
     def step(self) -> float:
-        """A step of its work; its seconds."""
+        """Do one step of work; return its seconds."""
         raise NotImplementedError
 
     def transfer(self, *args: Any, **order: Any) -> dict[str, Any]:
@@ -127,7 +128,7 @@ class Rank:
     def move(self, beside: bool, **order: Any) -> dict[str, Any]:
         if not beside:
             return self.transfer(**order)
-        self.step()  # the other side is at work, too, when the transfer begins
+        self.step()  # so that the other side is also working when the transfer begins
         under_way: Future[dict[str, Any]] = self.thread.submit(self.transfer, **order)
         seconds = [self.step()]
         while not under_way.done():
@@ -154,7 +155,7 @@ class Source(Rank):
                 CHANNEL, self.policy, device=self.device, keep=1, proof=proof, wire="".join(wire)
             )
         for tensor in self.policy.tensors.values():
-            tensor.data.view(-1)[version] += 1  # every tensor of every version is another
+            tensor.data.view(-1)[version] += 1  # every version changes every tensor
         started = perf_counter()
         digests = self.publisher.publish(version)
         seconds = perf_counter() - started
@@ -168,7 +169,7 @@ class Source(Rank):
         return {"start": started, "end": perf_counter(), "bytes": moved.nbytes, "by": type(self.transport).__name__}
 
     def step(self) -> float:
-        """Forward and backward of 4,096 tokens; on a CPU of 64."""
+        """Run forward and backward on 4,096 tokens, or 64 on a CPU; return the seconds."""
         if self.model is None:
             self.model = CausalLM(self.config, torch.bfloat16, self.device)
             copies = {name: tensor.clone() for name, tensor in self.policy.tensors.items()}
@@ -184,7 +185,7 @@ class Source(Rank):
 
 
 class _Opening:
-    """A link that is opened at its first use: the arena must be there."""
+    """A link that is opened at its first use, when the arena exists."""
 
     def __init__(self, folder: Path, way: str, memory: WritableMemory | None, device: str) -> None:
         self.folder, self.way, self.memory, self.device = folder, way, memory, device
@@ -197,7 +198,7 @@ class _Opening:
 
 
 class Destination(Rank):
-    """The generator: receives, proves, swaps."""
+    """The generator: receives, verifies and swaps."""
 
     def __init__(self, folder: Path, device: str) -> None:
         super().__init__(folder, device)
@@ -217,7 +218,7 @@ class Destination(Rank):
         return {"start": started, "end": end, "wire": moved.wire_s, "prove": moved.prove_s}
 
     def step(self) -> float:
-        """A token of 64 rows; on a CPU of 16."""
+        """Decode a token of 64 rows, or 16 on a CPU; return the seconds."""
         if self.generator is None:
             slots, context = (16, 32) if self.device == "cpu" else (64, 1024)
             with tempfile.TemporaryDirectory() as name:
@@ -242,15 +243,15 @@ class Destination(Rank):
 
 
 def link_of(folder: Path, way: str) -> ReplicaLink:
-    """Where the two meet, by the transport that the way's name says or not at all."""
+    """Return the link between the two, which uses only the transport that the way names."""
     transport: Any = way.split()[0]
     store = FileStore(str(folder / way.replace(" ", "-")))
     return ReplicaLink(CHANNEL, store, timeout=TIMEOUT, transport=transport)
 
 
 def rank_main(side: str, folder: Path, device: str) -> None:
-    """One process, until its input ends. Errors are answers, too."""
-    # NCCL refuses two ranks on one card of one host. To it these are two hosts, that meet on the loopback interface.
+    """Run one process until its input ends. Errors are sent as answers."""
+    # NCCL refuses two ranks on one card of one host. Here it sees two hosts, which connect over the loopback interface.
     os.environ.update(NCCL_HOSTID=f"penstock-{side}", NCCL_IB_DISABLE="1")
     prepare_nccl(LOOPBACK, beside=True)
     torch.set_num_threads(1)
@@ -266,7 +267,7 @@ def rank_main(side: str, folder: Path, device: str) -> None:
     if isinstance(rank, Destination):
         rank.close()
     sys.stdout.flush()
-    os._exit(0)  # NCCL's threads must not hold up the end
+    os._exit(0)  # NCCL's threads must not delay the exit
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What `--invariant` costs: seconds with it over those without, of an update and of generating its batch.
+"""The cost of `--invariant`: seconds with it over those without, of an update and of generating its batch.
 
     python benchmarks/invariant.py [--pairs 5] [--tiny] [--keep]
 
-Llamas of random weights (those of `train.py`) on one thread. With and without take turns, in an order that turns, too;
-each ratio is of two that stand beside each other. `mismatch` is the mean distance of the log-probabilities that were
-recorded to the trainer's, in nats.
+Llamas with random weights (those of `train.py`) on one thread. Runs with and without it alternate, in an order that is
+reversed for every other pair; each ratio is of one pair. `mismatch` is the mean absolute difference between the
+recorded log-probabilities and the trainer's, in nats.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PROMPTS, SAMPLES, TOKENS = 8, 8, 32
 
 
 class Side:
-    """A trainer and a generator, with the flag or without."""
+    """A trainer and a generator, with or without the flag."""
 
     def __init__(self, folder: Path, dtype: str, invariant: bool) -> None:
         shared: dict[str, Any] = {
@@ -44,7 +44,7 @@ class Side:
         self.version = 0
 
     def update(self) -> tuple[float, float, float]:
-        """Seconds of generating and of the update, and the mismatch."""
+        """Generate and update once; return the seconds of each, and the mismatch."""
         self.version += 1
         weights = Weights(self.version, self.policy.weights())
         began = clock()

@@ -1,4 +1,4 @@
-"""Llama 3.1, as it lies on trainers and generators: for the benchmarks of resharding."""
+"""The layouts of Llama 3.1 on trainers and generators, for the benchmarks of resharding."""
 
 from penstock.nodes.model import CausalLM, ModelConfig
 from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel
@@ -12,7 +12,7 @@ MODELS = {
 
 
 def layout(name: str, mesh: Mesh, wire: str = "bfloat16") -> Layout:
-    """All matrices travel in `wire`, norms in bfloat16."""
+    """Return the layout on `mesh`, with all matrices sent in `wire` and norms in bfloat16."""
     model = MODELS[name]
     shapes = parameter_shapes(model)
     tensors = [(n, s, wire if len(s) > 1 else "bfloat16") for n, s in shapes.items()]

@@ -1,11 +1,11 @@
-"""Seconds of log-probabilities and their gradient, by the logits that are kept at once: what `LOGIT_ELEMENTS` follows.
+"""Seconds of log-probabilities and their gradient, by the logits that are kept at once: the basis of `LOGIT_ELEMENTS`.
 
     python benchmarks/logprobs.py [--dtype float32] [--seconds 150] [--keep]
 
-Each case is some tokens of a width over a vocabulary, on all cores. Chunks are of 2^22 to 2^28
-logits; where all of them fit into one, autograd keeps them. The chunks take turns, so that whatever else the machine
-does meets all of them; there are as many rounds over all cases as begin within the seconds, and at least three beside
-one that warms up.
+Each case has a number of tokens, a width and a vocabulary, and runs on all cores. Chunks have 2^22 to 2^28 logits; if
+all logits fit into one, autograd keeps them. The chunk sizes take turns, so that other load on the machine affects all
+of them. New rounds over all cases begin until `--seconds` have passed, with at least three besides the one that warms
+up.
 """
 
 import argparse

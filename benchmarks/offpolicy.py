@@ -1,11 +1,12 @@
 """AIPO against five other ways to learn from stale samples, at lag 0 to 16: accuracy, collapse and importance ratios.
 
     python benchmarks/offpolicy.py pilot             the learning rate, by the rule of `chosen_rate`
-    python benchmarks/offpolicy.py table [--keep]    every run that is missing; then the tables and the picture
+    python benchmarks/offpolicy.py table [--keep]    all missing runs; then the tables and the picture
 
-One program, whose loss alone differs; the same samples, updates, optimizer steps and learning rate for all. Versions
-are pinned: the groups of update u are sampled with version max(0, u − lag) exactly, so that a run is a function of its
-seed. A finished run is a line of a file in --scratch, and an interrupted benchmark goes on.
+The methods run the same program with different losses, and with the same number of samples, updates and optimizer
+steps and the same learning rate. Versions are pinned: the groups of update u are sampled with version max(0, u − lag)
+exactly, so that a run is a function of its seed. A finished run is a line of a file in --scratch, so that an
+interrupted benchmark continues.
 """
 
 import argparse
@@ -42,14 +43,14 @@ METHODS: Mapping[str, Loss] = {
     "sequence weights": partial(losses.importance_weighted, level="sequence", bound="truncate", cap=2.0),
     "decoupled PPO": partial(losses.decoupled_ppo, clip_low=0.2, clip_high=0.2),
 }
-"""Each with the bounds that its program in the library has by default."""
+"""The losses, with the default bounds of their programs in the library."""
 AROUND_OLD = ("TIS", "decoupled PPO")
-"""Those that read the policy's own log-probabilities from before the update."""
+"""Methods that use the policy's log-probabilities from before the update."""
 LAGS = (0, 1, 2, 4, 8, 16)
 SEEDS = (0, 1, 2)
 UPDATES, BATCH, SAMPLES, MINIBATCHES, MAX_TOKENS = 32, 8, 8, 4, 12
 FULL = max(LAGS)
-"""The first update whose samples are as old as the lag says, whichever it is; figures of ratios begin here."""
+"""The first update whose samples are as old as the lag for every lag; figures of ratios begin here."""
 PILOT_RATES = (1e-4, 2e-4, 3e-4, 6e-4)
 PILOT_METHODS, PILOT_LAGS, PILOT_SEED = ("AIPO", "no correction"), (0, 8), 100
 PICTURE = ROOT / "docs" / "img" / "off-policy.svg"
@@ -57,7 +58,7 @@ PICTURE = ROOT / "docs" / "img" / "off-policy.svg"
 
 @program(evaluation=evaluate)
 def stale(policy: Policy, prompts: Prompts, *, method: str, lag: int, lr: float) -> Policy:
-    """One loss of METHODS on samples of a policy `lag` updates old; all else is the same for all."""
+    """One loss of METHODS on samples of a policy `lag` updates old; everything else is the same for all methods."""
     rollouts = generate(prompts, broadcast(policy, lag=lag), samples=SAMPLES)
     advantage = group_advantage(score(rollouts, by=math_answer))
     old = policy_logprobs(policy, rollouts) if method in AROUND_OLD else None
@@ -66,7 +67,7 @@ def stale(policy: Policy, prompts: Prompts, *, method: str, lag: int, lr: float)
 
 
 def work(job: Job, base: str) -> Job:
-    """One run; a gradient that is not finite ends it, which its status tells."""
+    """Run once. A gradient that is not finite ends the run, which its status shows."""
     options = {name: job[name] for name in ("method", "lag", "lr")}
     flags = RunOptions(
         updates=UPDATES, batch=BATCH, seed=job["seed"], model=base, max_tokens=MAX_TOKENS, slots=64, versions="pinned"
@@ -98,8 +99,9 @@ def pilot_jobs() -> list[Job]:
 
 
 def chosen_rate(results: Sequence[Job]) -> float:
-    """The rule, fixed before the table: of the rates at which both methods gain at lag 0, the one at which lag 8 costs
-    most accuracy, as a mean over both; the lowest of equals. The pilot's seed is none of the table's."""
+    """Choose the learning rate by a rule that was fixed before the table: of the rates at which both methods gain at
+    lag 0, the one at which lag 8 costs most accuracy, as a mean over both, and the lowest of equals. The pilot's seed
+    is not one of the table's."""
 
     def accuracy(lr: float, lag: int) -> list[float]:
         return [final(run) for run in results if run["lr"] == lr and run["lag"] == lag]
@@ -115,13 +117,13 @@ def chosen_rate(results: Sequence[Job]) -> float:
 
 
 def final(run: Job) -> float:
-    """Greedy accuracy on the held-out problems at the end; 0 for a run that ended before."""
+    """Return the greedy accuracy on the held-out problems at the end; 0 for a run that ended early."""
     after = run["accuracy_after"]
     return 0.0 if run["status"] != "done" or after is None else float(after)
 
 
 def collapsed(run: Job) -> bool:
-    """It ended less accurate than the base that it began from, or with an error."""
+    """True if the run ended less accurate than its base, or with an error."""
     return bool(final(run) < run["accuracy_before"])
 
 
@@ -132,7 +134,7 @@ def table_jobs(lr: float) -> list[Job]:
 
 
 def tables(runs: Sequence[Job]) -> dict[str, list[dict[str, Any]]]:
-    """By figure, a row per method and a column per lag."""
+    """Return one table per figure, with a row per method and a column per lag."""
     cells = {(m, lag): [r for r in runs if (r["method"], r["lag"]) == (m, lag)] for m in METHODS for lag in LAGS}
 
     def table(of: Any) -> list[dict[str, Any]]:
@@ -153,8 +155,8 @@ def _number(value: float) -> float | str:
 
 
 def findings(runs: Sequence[Job]) -> list[dict[str, str]]:
-    """What the figures say of AIPO, in words that are computed: its place by mean accuracy at each lag, and who is
-    apart from it, with every seed above its best or below its worst."""
+    """Compare AIPO with the others at each lag: its place by mean accuracy, and the methods all of whose seeds are
+    above its best or below its worst."""
     found = []
     for lag in LAGS:
         of = {m: [final(r) for r in runs if (r["method"], r["lag"]) == (m, lag)] for m in METHODS}
@@ -171,7 +173,7 @@ def findings(runs: Sequence[Job]) -> list[dict[str, str]]:
 
 
 def picture(result: Mapping[str, Any]) -> str:
-    """Final accuracy over lag, a line per method: the median of the seeds, with their range."""
+    """Draw final accuracy over lag, with a line per method: the median of the seeds, with their range."""
     rows = result["final accuracy"]
     lines = {row["method"]: [row[f"lag {lag}"] for lag in LAGS] for row in rows}
     title = "Final accuracy by lag: median of three seeds, with smallest and largest"

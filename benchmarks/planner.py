@@ -1,8 +1,8 @@
-"""The cost model against published step times: errors by system, pairs ordered right, LlamaRL's speed-ups.
+"""The cost model against published step times: errors by system, pairs ordered correctly, LlamaRL's speed-ups.
 
     python benchmarks/planner.py [--rows] [--keep]
 
-Which rows count and what is compared is said in docs/measurements.md, which was written before the first prediction.
+docs/measurements.md defines which rows count and what is compared; it was written before the first prediction.
 """
 
 import argparse
@@ -23,13 +23,13 @@ from penstock.runtime.plan.confidence import AS_IT_IS
 
 UNSEEN = ("set-up left out", "set-up left out s")
 TAIL = 0.1
-"""Share of rows on each side of the range that is told."""
+"""Share of rows outside each end of the reported range."""
 LARGE = 0.14
-"""By how much equal rows of one project moved between two releases."""
+"""By how much the same rows of one project changed between two releases."""
 
 
 def errors(predicted: Sequence[float], rows: Sequence[Row]) -> float:
-    """The median relative error."""
+    """Return the median relative error."""
     return median(abs(seconds / row.seconds - 1) for seconds, row in zip(predicted, rows, strict=True))
 
 
@@ -38,8 +38,8 @@ def same_setup(a: Row, b: Row) -> bool:
 
 
 def pairs(rows: Sequence[Row], predicted: Sequence[float], least: float = 0.0) -> tuple[int, int]:
-    """How many pairs of the same set-up that differ by more than `least` are ordered right, and how many there are.
-    Steps of reinforcement learning by their seconds, others by tokens per second and GPU."""
+    """Return how many pairs of the same set-up that differ by more than `least` are ordered correctly, and how many
+    there are. Steps of reinforcement learning are compared by seconds, others by tokens per second and GPU."""
     right = total = 0
     for (a, first), (b, second) in combinations(zip(rows, predicted, strict=True), 2):
         if not same_setup(a, b):
@@ -55,11 +55,11 @@ def pairs(rows: Sequence[Row], predicted: Sequence[float], least: float = 0.0) -
 
 
 def compared(system: str, rows: Sequence[Row]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The figures of one system, and each of its rows."""
+    """Return the figures of one system, and each of its rows."""
     predictions = [predict(row) for row in rows]
     plain = [prediction.seconds(NONE) for prediction in predictions]
     fitted: list[tuple[Prediction, float]] = [(p, row.seconds) for p, row in zip(predictions, rows, strict=True)]
-    # Rows of other releases of the same thing are left out, too; of a set-up, all layouts and modes.
+    # A row is left out together with its other releases; a set-up is left out with all its layouts and modes.
     calibrated, scalars = leave_one_out(fitted, [row.released for row in rows])
     unseen, _ = leave_one_out(fitted, [row.setup for row in rows])
     found: dict[str, Any] = {

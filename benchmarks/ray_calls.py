@@ -1,9 +1,10 @@
-"""Calls of an empty method of Ray's actors, to set beside `round_trips`; with the same arguments and the same output.
+"""Calls of an empty method of Ray's actors, to compare with `round_trips`; with the same arguments and output.
 
     python benchmarks/ray_calls.py PROCESSES THREADS WINDOW SECONDS
 
-THREADS above 1 makes threaded actors: that many calls at once in each process. A round of calls is asked for and then
-awaited as a whole, the fastest of the ways that were tried (others: `ray.wait` and ask again; two rounds in turn).
+THREADS above 1 makes threaded actors, with that many calls at once in each process. All calls of a round are issued and
+then awaited together, the fastest method of those tried (the others: a new call for each one that `ray.wait` returns;
+two alternating rounds).
 """
 
 import json
@@ -11,24 +12,24 @@ import os
 import sys
 from time import perf_counter, sleep
 
-# Read when Ray is imported. Its workers are niced by 15 otherwise, and would lose to whatever else runs.
+# Set before Ray is imported. Otherwise its workers have niceness 15 and yield to any other load.
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 import ray
 
 START_S = 180.0
-"""Seconds for all actors to answer their first call."""
+"""Deadline in seconds for all actors to answer their first call."""
 ANSWER_S = 60.0
-"""Seconds for a round of calls."""
+"""Deadline in seconds for a round of calls."""
 
 
 class Actor:
     def nothing(self) -> None:
-        """What a task does."""
+        """What a task does: nothing."""
 
 
 def measure(processes: int, threads: int, window: int, seconds: float) -> dict[str, float]:
-    """Seconds of start-up, and calls per second with one in flight, one for each thread, and `window` for each."""
+    """Measure seconds of start-up, and calls per second with one in flight, one per thread, and `window` per thread."""
     begin = perf_counter()
     ray.init(num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
     try:
@@ -36,7 +37,7 @@ def measure(processes: int, threads: int, window: int, seconds: float) -> dict[s
         actors = [actor.remote() for _ in range(processes)]
         ray.get([a.nothing.remote() for a in actors], timeout=START_S)
         started = perf_counter() - begin
-        sleep(1.0)  # let what starting has left to do settle
+        sleep(1.0)  # lets background work of the start finish
         workers = [a for a in actors for _ in range(threads)]
         one = rate_one_at_a_time(workers, seconds)
         each, pipelined = rate(workers, 1, seconds), rate(workers, window, seconds)
@@ -46,7 +47,7 @@ def measure(processes: int, threads: int, window: int, seconds: float) -> dict[s
 
 
 def rate_one_at_a_time(workers: list["ray.actor.ActorHandle"], seconds: float) -> float:
-    """Calls per second where each is asked for when the one before has returned, the workers taking turns."""
+    """Measure calls per second with each call made when the previous one has returned, the workers taking turns."""
     _call_in_turn(workers, seconds / 4)
     begin = perf_counter()
     done = _call_in_turn(workers, seconds)
@@ -62,7 +63,7 @@ def _call_in_turn(workers: list["ray.actor.ActorHandle"], seconds: float) -> int
 
 
 def rate(workers: list["ray.actor.ActorHandle"], window: int, seconds: float) -> float:
-    """Calls per second, after a quarter of the time to warm up."""
+    """Measure calls per second, after a warm-up of a quarter of the time."""
     _rounds(workers, window, seconds / 4)
     begin = perf_counter()
     done = _rounds(workers, window, seconds)

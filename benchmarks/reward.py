@@ -1,14 +1,15 @@
-"""Reward against samples seen, of `aipo` at lag 0 and of TRL's GRPOTrainer: is the difference more than that of seeds?
+"""Reward by samples seen, of `aipo` at lag 0 and of TRL's GRPOTrainer: is the difference larger than that of seeds?
 
     python benchmarks/reward.py [--processes 2] [--keep]
 
-Both begin with the demo's base model and see the same problems in the same order, 16 prompts of 8 samples an update,
+Both begin with the demo's base model and see the same problems in the same order, 16 prompts of 8 samples per update,
 which is one AdamW step. Rule, token average, learning rate, decay rates, clipping and number format are the same;
-rewards are not divided by their deviation, there is no KL term, and the rate is constant. On samples of the policy
-itself the two losses have one gradient. TRL is the extra `bench`. A finished run is kept in --scratch.
+rewards are not divided by their standard deviation, there is no KL term, and the learning rate is constant. On samples
+of the policy itself the two losses have the same gradient. TRL is in the extra `bench`. Finished runs are kept in
+--scratch.
 
-The verdict: the mean reward of the last updates, and of all, compared by an exact permutation test: the share of the
-ways to divide the runs among two names whose means differ at least as much. "within noise" is above 5 %.
+The verdict compares the mean reward of the last updates, and of all, by an exact permutation test: the share of the
+ways to divide the runs into two groups whose means differ at least as much. "within noise" means above 5 %.
 """
 
 import argparse
@@ -36,15 +37,15 @@ OURS, THEIRS = "aipo, lag 0", "TRL"
 SEEDS = (0, 1, 2, 3, 4)
 UPDATES, BATCH, SAMPLES, MAX_TOKENS, RATE = 40, 16, 8, 16, 2e-4
 BETAS, CLIP = (0.9, 0.95), 1.0
-"""Those of all updates here (`UpdateOptions`)."""
+"""Those of all updates in this library (`UpdateOptions`)."""
 LAST = 8
-"""Updates at the end whose rewards are averaged."""
+"""The number of last updates whose rewards are averaged."""
 NOISE = 0.05
 PICTURE = ROOT / "docs" / "img" / "reward.svg"
 
 
 def work(job: Job, base: str) -> Job:
-    """One run; its mean reward of each update."""
+    """Run once; return the job with the mean reward of each update."""
     return {**job, "rewards": (ours if job["system"] == OURS else theirs)(base, job["seed"])}
 
 
@@ -119,14 +120,15 @@ def theirs(base: str, seed: int) -> list[float]:
             processing_class=AutoTokenizer.from_pretrained(base, padding_side="left"),
         )
         trainer.add_callback(Told())
-        with redirect_stdout(sys.stderr):  # what it prints is no result
+        with redirect_stdout(sys.stderr):  # standard output has only results
             trainer.train()
     assert len(rewards) == UPDATES, rewards
     return rewards
 
 
 def chance(first: Sequence[float], second: Sequence[float]) -> float:
-    """The share of all ways to divide the values into two groups of these sizes whose means differ at least as much."""
+    """Return the share of all divisions of the values into two groups of these sizes whose means differ at least as
+    much."""
     values = [*first, *second]
 
     def apart(chosen: Sequence[int]) -> float:
@@ -139,8 +141,8 @@ def chance(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def tables(runs: Sequence[Job]) -> dict[str, Any]:
-    """`rows`: a system's mean rewards, ± the deviation between seeds; `verdict`: of the two; `curve`: reward by samples
-    seen, a mean over four updates."""
+    """Return `rows`, each system's mean rewards ± the standard deviation between seeds; the `verdict` on the two; and
+    `curve`, the reward by samples seen, as means over four updates."""
     of = {system: [run["rewards"] for run in runs if run["system"] == system] for system in (OURS, THEIRS)}
     last = {system: [fmean(rewards[-LAST:]) for rewards in found] for system, found in of.items()}
     whole = {system: [fmean(rewards) for rewards in found] for system, found in of.items()}
@@ -183,7 +185,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="runs at once, one thread each")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/reward.json and the picture")
     args = parser.parse_args()
-    # Before any run of ours: theirs come later, and would end it.
+    # Checked before any run of ours, since theirs come later and would end the benchmark.
     if lacking := [name for name in ("trl", "transformers", "datasets", "accelerate") if find_spec(name) is None]:
         parser.error(f"given an interpreter without {', '.join(lacking)}, needed them: pip install 'penstock[bench]'")
     if args.what == "serve":

@@ -2,11 +2,10 @@
 
     python benchmarks/round_trips.py PROCESSES THREADS WINDOW SECONDS
 
-prints one JSON object: seconds of start-up (not part of the rates) and tasks per second with one task in flight, the
-workers taking turns; with one at each worker; and with WINDOW at each. A worker is all that a rank is: a socket of its
-own, Hello, Setup and Ready, a heartbeat, the work loop, the executor, the store. A process holds THREADS of them. A
-task is an order of its own, as a controller sends one for each answer: a Fire of a node that returns nothing, and a
-Free.
+prints one JSON object: seconds of start-up (not part of the rates) and tasks per second with one task in flight, with
+the workers taking turns; with one at each worker; and with WINDOW at each. A worker has everything that a rank has: its
+own socket, Hello, Setup and Ready, a heartbeat, the work loop, the executor, the store. A process has THREADS of them.
+A task is one order, as a controller sends one for each answer: a Fire of a node that returns nothing, and a Free.
 """
 
 import json
@@ -42,15 +41,15 @@ from penstock.runtime.tensor.shm import sweep
 
 HERE = str(Path(__file__).resolve())
 START_S = 180.0
-"""Seconds for all workers to get ready."""
+"""Deadline in seconds for all workers to be ready."""
 ANSWER_S = 30.0
-"""Seconds for any worker to answer something, when tasks are in flight."""
+"""Deadline in seconds for any worker to answer while tasks are in flight."""
 TICK = 0.1
 
 
 @dataclass(frozen=True)
 class Empty:
-    """What flows: nothing."""
+    """An empty value, which is what flows between the nodes."""
 
     maker = f"{HERE}:open_empty"
     pool = "worker"
@@ -65,7 +64,7 @@ def open_empty(context: Context) -> Empty:
 
 @node(pool="worker")
 def nothing(item: Empty) -> None:
-    """What a task does."""
+    """What a task does: nothing."""
 
 
 @node(pool="trainer", clock="update")
@@ -80,7 +79,7 @@ def empty(policy: Policy, items: Empty) -> Policy:
 
 
 def config(names: Sequence[str], run: str) -> RunConfig:
-    """Replicas of a pool that holds the source and the empty node. The trainer is in the plan, but never started."""
+    """Return a config whose worker pool has the source and the empty node. The trainer is planned, but not started."""
     workers = Pool("worker", ("items", "nothing"), tuple(Replica(name, (Rank(),)) for name in names))
     trainer = Pool("trainer", ("policy", "same"), (Replica("trainer/0", (Rank(),)),))
     return RunConfig(trace(empty), None, Plan((workers, trainer)), RunOptions(), run)
@@ -90,7 +89,7 @@ def config(names: Sequence[str], run: str) -> RunConfig:
 
 
 def hosts(join_file: str, processes: int, threads: int) -> None:
-    """Fork the processes of all workers, as those of an agent's ranks are forked: what they import is here, once."""
+    """Fork the processes of all workers, as an agent forks those of its ranks: imports are done once, before that."""
     die_with_parent()
     import_module("penstock.runtime.control.rank")
     load(f"{HERE}:nothing")
@@ -105,7 +104,7 @@ def hosts(join_file: str, processes: int, threads: int) -> None:
 
 
 def host(join_file: str, first: int, last: int) -> NoReturn:
-    """A process with workers `first` to `last` - 1, a thread each."""
+    """Run a process with workers `first` to `last` - 1, each in a thread."""
     die_with_parent()
     join = Join.read(Path(join_file))
     threads = [threading.Thread(target=worker, args=[join, f"worker/{i}"]) for i in range(first, last)]
@@ -113,11 +112,11 @@ def host(join_file: str, first: int, last: int) -> NoReturn:
         thread.start()
     for thread in threads:
         thread.join()
-    os._exit(0)  # as a rank's process ends
+    os._exit(0)  # as a rank's process exits
 
 
 def worker(join: Join, name: str) -> None:
-    """What the main function of a rank's process does."""
+    """Do what the main function of a rank's process does."""
     pulse = Pulse(join, name, 0).start()
     client = Client(join, "rank", name, 0)
     try:
@@ -132,7 +131,7 @@ def worker(join: Join, name: str) -> None:
 
 @contextmanager
 def cluster(processes: int, threads: int) -> Iterator["Driver"]:
-    """All workers, ready; they are gone at the end. Raises RuntimeError for one that is not ready in START_S."""
+    """Start all workers and stop them at the end. Raises RuntimeError if one is not ready within START_S."""
     run = secrets.token_hex(6)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -157,7 +156,7 @@ def cluster(processes: int, threads: int) -> Iterator["Driver"]:
 
 
 class Driver:
-    """Asks workers and hears their answers, as a controller does: it looks after heartbeats, and every wait ends."""
+    """Sends tasks to workers and receives their answers, as a controller does: with heartbeats and deadlines."""
 
     def __init__(self, server: Server, names: Sequence[str]) -> None:
         self.server, self.names = server, names
@@ -177,13 +176,13 @@ class Driver:
                 ready += isinstance(message, Ready)
 
     def ask(self, firing: Firing, name: str) -> None:
-        """One task in one order."""
+        """Send one task in one order."""
         order = Order((Fire(firing, name, (firing.index,)), Free((firing,), name)))
         if not self.server.send(rank_peer(name, 0), order):
             raise RuntimeError(f"{name} cannot be reached")
 
     def answers(self) -> list[Done]:
-        """What was answered; at least one task, or RuntimeError after ANSWER_S."""
+        """Return the tasks that were done, at least one. Raises RuntimeError after ANSWER_S."""
         until = monotonic() + ANSWER_S
         while monotonic() < until:
             messages = self.server.receive(TICK)
@@ -195,7 +194,7 @@ class Driver:
         raise RuntimeError(f"no answer from any of {len(self.names)} workers for {ANSWER_S:.0f} s")
 
     def provide(self, window: int) -> None:
-        """Let each worker read the items that its tasks will take; they stay there."""
+        """Let each worker read the items that its tasks take; they stay there."""
         groups = range(window)
         for name in self.names:
             fires = tuple(Fire(Firing("items", group), name, (group,)) for group in groups)
@@ -203,7 +202,7 @@ class Driver:
         self._await(window * len(self.names))
 
     def rate_one_at_a_time(self, seconds: float) -> float:
-        """Tasks per second where each is asked for when the one before is done, the workers taking turns."""
+        """Measure tasks per second with each task sent when the previous one is done, the workers taking turns."""
         self._ask_in_turn(seconds / 4)
         begin = perf_counter()
         done = self._ask_in_turn(seconds)
@@ -218,7 +217,7 @@ class Driver:
         return done
 
     def rate(self, window: int, seconds: float) -> float:
-        """Tasks per second with `window` in flight at each worker, after a quarter of the time to warm up."""
+        """Measure tasks per second with `window` in flight at each worker, after a warm-up of a quarter of the time."""
         for group in range(window):
             for name in self.names:
                 self.ask(Firing("nothing", group), name)
@@ -230,7 +229,7 @@ class Driver:
         return rate
 
     def _keep_asking(self, seconds: float) -> int:
-        """Ask again for each task that is done; how many were."""
+        """Send a new task for each one that is done; return how many were done."""
         done, until = 0, perf_counter() + seconds
         while perf_counter() < until:
             for event in self.answers():
@@ -251,12 +250,12 @@ def _done(event: object) -> Done:
 
 
 def measure(processes: int, threads: int, window: int, seconds: float) -> dict[str, float]:
-    """Seconds of start-up, and tasks per second with one in flight, one at each worker, and `window` at each."""
+    """Measure seconds of start-up and tasks per second with one in flight, one at each worker, and `window` at each."""
     begin = perf_counter()
     with cluster(processes, threads) as driver:
         started = perf_counter() - begin
         driver.provide(window)
-        sleep(1.0)  # let what starting has left to do settle
+        sleep(1.0)  # lets background work of the start finish
         one = driver.rate_one_at_a_time(seconds)
         each, pipelined = driver.rate(1, seconds), driver.rate(window, seconds)
     return {"start_s": started, "one_in_flight": one, "one_at_each": each, "pipelined": pipelined}

@@ -1,13 +1,13 @@
-"""How long a weight sync of 8B, 70B and 405B would take on H100 clusters: a simulation from the real resharding plan.
+"""How long a weight sync of 8B, 70B and 405B would take on H100 clusters: a calculation from the real resharding plan.
 
     python benchmarks/sync_table.py [--keep]
 
-Nothing is measured here. The seconds are those that `penstock plan` counts (`runtime/plan/sync_cost.py`), with a NIC's
-whole 50 GB/s, both ways at once: trainers and generators are on hosts of their own, with 10 µs for each peer, and
-nothing else takes time: neither packing nor proof nor swap. So they are what the links allow, a bound that no
-implementation beats. What bounds a row is the busiest sender or the busiest receiver. Where few trainers feed many
-replicas, they send to some of them, and each forwards to the next by rounds: the chain. Beside it stands what LlamaRL
-reports (arXiv 2505.24034), whose clusters' splits are not known: compare orders of magnitude.
+Nothing is measured here. The seconds are those of `penstock plan` (`runtime/plan/sync_cost.py`), with a NIC's full 50
+GB/s in both directions at once: trainers and generators are on separate hosts, each peer adds 10 µs, and nothing else
+takes time: neither packing nor proof nor swap. So they are a lower bound that the links set for any implementation. A
+row is bound by the busiest sender or the busiest receiver. If few trainers feed many replicas, they send to some of
+them, and each forwards to the next by rounds: the chain. The last column is what LlamaRL reports (arXiv 2505.24034);
+since the splits of its clusters are not known, compare only orders of magnitude.
 """
 
 import argparse

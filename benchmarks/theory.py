@@ -1,4 +1,4 @@
-"""The period of a lagged graph by its lag, simulated and as the bound says, as a picture for docs/staleness.md.
+"""The period of a lagged graph by its lag, simulated and by the bound, as a picture for docs/staleness.md.
 
     python benchmarks/theory.py [--keep]
 
@@ -25,10 +25,10 @@ PICTURE = ROOT / "docs" / "img" / "period.svg"
 LAGS = (0, 1, 2, 3, 4)
 BATCH, UPDATES = 4, 40
 SERVERS = {"trainer": 1, "generator": 1, "scorer": 64}
-"""Firings in work at once, by pool."""
+"""Concurrent firings, by pool."""
 CASES = {"4 : 0 : 2": (0.0, 2.0), "4 : 0 : 4": (0.0, 4.0), "4 : 8 : 4": (8.0, 4.0)}
-"""Seconds of a group's score and of an update, by generation : score : update of a batch; a group's generation takes
-one second."""
+"""Seconds of a group's score and of an update, by the ratio generation : score : update of a batch; a group's
+generation takes one second."""
 
 
 def aipo(lag: int) -> Graph:
@@ -38,14 +38,14 @@ def aipo(lag: int) -> Graph:
 
 
 def alone(graph: Graph) -> Plan:
-    """One replica of one rank for each pool, with `SERVERS`."""
+    """Return a plan with one replica of one rank for each pool, with the capacities in `SERVERS`."""
     plan = place([graph], Cluster(hosts=(Host(name="local", cores=1),)))
     pools = (replace(p, replicas=(replace(p.replicas[0], capacity=SERVERS[p.name]),)) for p in plan.pools)
     return Plan(tuple(pools))
 
 
 def periods(lag: int, score: float, update: float) -> tuple[float, float]:
-    """Seconds per update: simulated, and the bound."""
+    """Return the seconds per update, simulated and by the bound."""
     graph = aipo(lag)
     seconds = {"generate": 1.0, "score": score, "group_advantage": 0.0, "aipo_update": update}
     tables = Tables(graph, alone(graph))

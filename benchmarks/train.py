@@ -2,14 +2,14 @@
 
     python benchmarks/train.py [--model 3M | 11M | 25M] [--dtype bfloat16 | float32 | both] [--keep]
 
-Same model shape (a CausalLM, randomly initialised, the same weights for all), prompts, samples, tokens and dtype; each
-system is given all cores: TRL as threads of one process, Penstock as its own plan shares them out. The systems take
-turns. A figure is of single updates: the median, the slowest and the fastest. TRL is the extra `bench`; without it that
-row is missing, and said so. A model in bfloat16 takes under five minutes on two cores.
+Model shape (a CausalLM with the same random weights for all), prompts, samples, tokens and dtype are the same. Each
+system gets all cores: TRL as threads of one process, Penstock as its own plan assigns them. The systems take turns.
+Figures are for single updates: the median, the slowest and the fastest. TRL is in the extra `bench`; without it that
+row is missing, and the output says so. A model in bfloat16 takes under five minutes on two cores.
 
-`products alone` is the limit of `products`: what no system can pass with this library. Over TRL it says which gain is
-possible at all. `TFLOP/s` counts the products of an update (`products.flops`) by its seconds, and `of the peak` divides
-that by the rate of a large product on all cores, measured in the same run.
+`products alone` is the limit of `products`, which no system with this library can exceed. Over TRL it shows the largest
+possible gain. `TFLOP/s` divides the FLOPs of an update's products (`products.flops`) by its seconds, and `of the peak`
+divides that by the rate of a large product on all cores, measured in the same run.
 """
 
 import argparse
@@ -32,14 +32,14 @@ MODELS = {"3M": (256, 4, 12, 2), "11M": (384, 6, 8, 2), "25M": (512, 8, 8, 1)}
 """Width, layers, updates of a run, and runs of each system."""
 PROMPTS, SAMPLES, TOKENS = 16, 8, 64
 PROMPT_TOKENS = 6
-"""Of most problems: a sum of two numbers below a hundred, character by character."""
+"""Tokens of most problems, each a sum of two numbers below a hundred, with one token per character."""
 CORES = len(os.sched_getaffinity(0))
 ALPHABET = "0123456789+-*/=?. abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ,:#$'\n"
 
 
 def write_model(folder: Path, hidden: int, layers: int, positions: int = 128) -> int:
-    """An untrained Llama for sequences of `positions` tokens, with a tokenizer of characters, as transformers writes
-    them; the number of parameters."""
+    """Write an untrained Llama for sequences of `positions` tokens, with a tokenizer of characters, in the format of
+    transformers; return the number of parameters."""
     import torch
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE
@@ -79,7 +79,7 @@ def problems(count: int) -> list[dict[str, str]]:
 
 
 def penstock(model: Path, data: Path, lag: int, updates: int, dtype: str, folder: Path) -> dict[str, Any]:
-    """Seconds of each update after the first few, and the tokens of a response."""
+    """Run Penstock; return the seconds of each update after the first few, and the mean tokens of a response."""
     command = [sys.executable, "-m", "penstock.runtime.cli.main", "run", "aipo", "--plain", f"--lag={lag}"]
     command += ["--model", str(model), "--data", str(data), "--eval-groups=0", f"--dtype={dtype}", "--lr=1e-4"]
     command += [f"--batch={PROMPTS}", f"--samples={SAMPLES}", f"--max-tokens={TOKENS}", f"--updates={updates}"]
@@ -91,7 +91,7 @@ def penstock(model: Path, data: Path, lag: int, updates: int, dtype: str, folder
 
 
 def trl(model: Path, data: Path, updates: int, dtype: str, folder: Path) -> dict[str, Any] | None:
-    """The same of TRL in a process of its own; None where TRL is not installed."""
+    """Run TRL in a process of its own and return the same; None if TRL is not installed."""
     command = [sys.executable, __file__, "--trl", str(model), str(data), str(updates), dtype, str(folder)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_DISABLED": "true", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
@@ -104,7 +104,7 @@ def trl(model: Path, data: Path, updates: int, dtype: str, folder: Path) -> dict
 
 
 def run_trl(model: str, data: str, updates: int, dtype: str, folder: str) -> None:
-    """The child's part. GRPO without a KL term, loss and optimizer as TRL has them by default."""
+    """Run in the child process: GRPO without a KL term, with TRL's default loss and optimizer."""
     try:
         from datasets import Dataset
         from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -158,7 +158,7 @@ def run_trl(model: str, data: str, updates: int, dtype: str, folder: str) -> Non
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for it. Without, Penstock is no faster in it than in float32; TRL is slower."""
+    """True if this CPU has bfloat16 instructions. Without them Penstock is no faster than in float32, TRL is slower."""
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(cpu_flags())
 
 
@@ -198,7 +198,7 @@ def main() -> None:
 def measured(
     place: Path, data: Path, dtype: str, hidden: int, layers: int, updates: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """A row per system, with all its updates of all runs."""
+    """Measure all systems; return a row per system, with the updates of all its runs."""
     found: dict[str, list[dict[str, Any]]] = {}
     for turn in range(repeats):
         for lag in (0, 1):

@@ -1,15 +1,14 @@
-"""vLLM as the engine of `generate` beside ours: completions per second, the distance of its log-probabilities to the
-trainer's, and what a swap of weights takes.
+"""vLLM as the engine of `generate` compared with ours: completions per second, log-probabilities, and weight swaps.
 
     PYTHONPATH=src VLLM_PYTHON benchmarks/vllm_engine.py [--models 3M 25M 200M] [--threads 1] [--keep] [--tiny]
 
-VLLM_PYTHON is an interpreter with vLLM. Llamas of random weights (those of `generate.py`), 64 prompts, responses of the
-same length, sampled at temperature 1; the two take turns, in one process for each model and format. On one thread
-seconds are the processor's.
+VLLM_PYTHON is an interpreter with vLLM. Llamas with random weights (those of `generate.py`), 64 prompts, responses of
+the same length, sampled at temperature 1. The two take turns, in one process for each model and format. On one thread,
+seconds are processor time.
 
-A swap is what passes between the last token of one version and the first of the next: new weights, which a link has
-brought, become live, and are packed for the kernels. `reload` is vLLM's own layerwise reload of the same tensors,
-`nats` the mean distance to the trainer's log-probabilities.
+A swap is the time between the last token of one version and the first of the next, in which received weights become
+live and are packed for the kernels. `reload` is vLLM's own layerwise reload of the same tensors, `nats` the mean
+absolute difference from the trainer's log-probabilities.
 """
 
 import argparse
@@ -52,7 +51,7 @@ def case(folder: Path, name: str, dtype: str, threads: int, tiny: bool) -> dict[
     model, tokens = load_model(CausalLM, folder, dtype), 8 if tiny else MODELS[name][2]
 
     class Carried:
-        """Whole on one rank; each version has other weights."""
+        """A policy that is whole on one rank, with other weights in each version."""
 
         def weights(self) -> Mapping[str, Tensor]:
             with torch.no_grad():
@@ -135,7 +134,7 @@ def case(folder: Path, name: str, dtype: str, threads: int, tiny: bool) -> dict[
         for system in list(taken)[:: 1 if rounds % 2 else -1]:
             began = clock()
             made = run(system)
-            if rounds:  # it has warmed up
+            if rounds:  # the first round warms up
                 taken[system].append(clock() - began)
             nats[system] = sum(mismatch(model, rollouts) for rollouts in made) / ROWS
     per_s = {system: ROWS / median(times) for system, times in taken.items()}
@@ -180,7 +179,7 @@ def main() -> None:
                 if out.returncode:
                     raise SystemExit(f"{name} {dtype}: exit status {out.returncode}")
                 rows.append(json.loads(out.stdout.strip().splitlines()[-1]))
-                # After each: the largest takes minutes, and what is measured by then is kept.
+                # Published after each case: the largest takes minutes, and earlier figures are not lost.
                 publish("vllm_engine", {"threads": args.threads, "rows": rows}, args.keep)
 
 

@@ -1,4 +1,4 @@
-"""Weights that a benchmark publishes, as a policy has them."""
+"""Weights that a benchmark publishes, with the interface of a policy."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Weights:
-    """Of one rank, by name."""
+    """The weights of one rank, by name."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -22,4 +22,4 @@ class Weights:
         self.tensors.update(tensors)
 
     def export(self, folder: str) -> None:
-        """Nothing that other tools read."""
+        """Do nothing: there is nothing for other tools to read."""
