@@ -11,6 +11,7 @@ without `await` blocks all other calls: after a while an error names it, and the
 """
 
 import asyncio
+import functools
 import inspect
 import json
 import os
@@ -58,7 +59,12 @@ class RemoteScorer:
     may take `deadline` seconds, and is retried `retries` times."""
 
     def __init__(self, by: RemoteRule, concurrency: int, deadline: float, retries: int) -> None:
-        self.by, self.concurrency, self.deadline, self.retries = by, concurrency, deadline, retries
+        # So that the thread of an overdue call ends soon: until then there is one more than `concurrency`.
+        given = by.keywords if isinstance(by, functools.partial) else {}
+        free = "timeout" in inspect.signature(by).parameters and "timeout" not in given
+        bound: dict[str, Any] = {"timeout": deadline} if free else {}
+        self.by: RemoteRule = functools.partial(by, **bound)
+        self.concurrency, self.deadline, self.retries = concurrency, deadline, retries
         self.groups: dict[Future[tuple[Rewards, Metrics]], Any] = {}
         self.rows: dict[asyncio.Task[Any], tuple[Rollouts, int]] = {}
         self.news = Event()
@@ -213,7 +219,7 @@ def remote_score(
     number, or does not end within `deadline` seconds is retried `retries` times, with pauses that double from
     `PAUSE_S`, or as long as a `RetryLater` says. If all tries fail, so does the group: ScoreError names it and the row,
     and the run's `--retries` and `--on-failure` say what follows. The wait for a place among the `concurrency` calls
-    does not count.
+    does not count. A function's option `timeout`, if it is not bound, is the deadline.
 
         rewards = remote_score(rollouts, by=partial(http_reward, url="http://judge:8000/reward"), deadline=20.0)
 

@@ -121,6 +121,20 @@ def test_a_call_that_fails_is_made_again_and_one_that_always_fails_fails_its_gro
     assert server.tries("7") == 3
 
 
+def patient(prompt: str, response: str, answer: str, *, timeout: float = 7.0) -> float:
+    return timeout
+
+
+async def patiently(prompt: str, response: str, answer: str, *, timeout: float = 7.0) -> float:
+    return timeout
+
+
+@pytest.mark.parametrize("by", [patient, patiently])
+def test_a_function_waits_no_longer_than_its_call_unless_it_is_told_to(by: Any) -> None:
+    found = [played(scorer(each, deadline=50.0), {0: group(0, "1")})[0] for each in (by, partial(by, timeout=3.0))]
+    assert [made[0].values_N.tolist() for made in found] == [[50.0], [3.0]]
+
+
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize(("said", "waited"), [("3", 3.0), ("99999", 20.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.01)])
 def test_a_server_that_says_when_to_ask_again_is_asked_then(
