@@ -16,13 +16,13 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from penstock.graph.protocols import Array, Axes, Vector
 
-# Metrics that a node returns beside its outputs; `metrics.jsonl` has their averages over an update's groups.
+# Metrics that a node returns besides its outputs; `metrics.jsonl` has their averages over an update's groups.
 Metrics = dict[str, float]
 
 
 class Mean(float):
-    """A metric that is a mean over `count` rows, tokens or other things. Over several groups it is the mean over all of
-    theirs, however many each group has. A mean over nothing is left out of rows.
+    """A metric that is a mean over `count` rows, tokens or other items. The average over several groups is the mean
+    over all their items, with any number in each group. `metrics.jsonl` leaves out a mean over no items.
 
         {"tool_errors": Mean.of(failed), "words": Mean(words / turns, turns)}
     """
@@ -39,7 +39,7 @@ class Mean(float):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        """The mean of the numbers, NaN of none. Raises OverflowError if their sum is no float."""
+        """Return the mean of the numbers, NaN if there are none. Raises OverflowError if their sum is not a float."""
         return cls(fmean(values) if values else math.nan, len(values))
 
 
@@ -103,8 +103,8 @@ class Context:
         segment: tokens after which a response pauses; 0 is never.
         batch: prompt groups per update.
         updates: updates of the run.
-        lr_warmup: updates over which learning rates rise; 0 is what updates say.
-        lr_decay: how learning rates fall, "constant", "linear" or "cosine"; "" is what updates say.
+        lr_warmup: updates over which learning rates rise; 0 leaves it to the program.
+        lr_decay: how learning rates fall, "constant", "linear" or "cosine"; "" leaves it to the program.
         slots: rows that a generator decodes at once.
         engine: the engine of generators that name no other, "penstock" or "vllm".
         mismatch_limit: the largest mean difference of another engine's log-probabilities to the trainer's, in nats,
@@ -476,8 +476,8 @@ class Rollouts(Batchable):
 
     @property
     def sampled_NT(self) -> Array:
-        """Which tokens those are, bool [N, T]."""
-        # Places are a sum of ones, since a graph imports no array library.
+        """True for tokens of responses that a policy sampled, bool [N, T], as counted by `sampled_N`."""
+        # Positions are a cumulative sum of ones, since a graph imports no array library.
         place_NT = (self.versions_NT * 0 + 1).cumsum(1)
         sampled_NT = (place_NT <= self.response_lengths_N[:, None]) & (self.versions_NT >= 0)
         if self.prefix_lengths_N is not None:

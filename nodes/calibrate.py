@@ -69,14 +69,14 @@ def installed() -> dict[str, Any]:
 
 
 def triton_lacks() -> str:
-    """What of this machine keeps Triton from making kernels for a GPU; "" for nothing. What launches them it compiles
-    as a module of Python's."""
+    """Return what Triton lacks on this machine to make kernels for a GPU; "" if nothing. It compiles the launcher of a
+    kernel as an extension module of Python."""
     if find_spec("triton") is None:
         return "triton"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "a C compiler"
     scheme = sysconfig.get_default_scheme()
-    # Debian's own scheme is not where Triton looks.
+    # Triton does not look at the place of Debian's own scheme.
     header = Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme), "Python.h")
     return "" if header.is_file() else str(header)
 

@@ -1,9 +1,9 @@
 """Rows of data from a file, a directory or the Hugging Face Hub, and the prompts, answers and responses in them.
 
-`--data` is the path of a JSONL or parquet file, the former perhaps packed by gzip, of a directory of such files or one
-that `save_to_disk` of `datasets` has written, or OWNER/NAME[:CONFIG][@REVISION] on the Hub. Parquet, `save_to_disk` and
-the Hub need the extra `data`.
-A fault of a row is a `DataError` that begins with its place, "FILE:LINE" or "FILE, row N".
+`--data` is the path of a JSONL file, which may be compressed by gzip, of a parquet file, of a directory of such files
+or one that `save_to_disk` of `datasets` has written, or OWNER/NAME[:CONFIG][@REVISION] on the Hub. Parquet,
+`save_to_disk` and the Hub need the extra `data`. A fault of a row is a `DataError` that begins with its place,
+"FILE:LINE" or "FILE, row N".
 
 A file of a directory belongs to the split in its name: `test.jsonl`, `data/train-00000-of-00004.parquet`. Without one
 it belongs to "train". The split to read is `--data-split`, or else "train", or the only one.
@@ -114,7 +114,7 @@ def read_problem(row: DataRow, context: Context) -> FileProblem:
     """The prompt and the reference answer of a row, "" with `--answer-field none`."""
     prompt = _prompt(row, context)
     if prompt[-1]["role"] == "assistant":
-        # As those of `sft` do: some of its demonstrations are read as problems to measure accuracy on.
+        # Demonstrations of `sft` end like this, and some of them are read as problems on which to measure accuracy.
         needed = "" if context.split == "train" else ", other --eval-data, or --eval-groups 0"
         raise row.lack("messages that end with an assistant's", f"a message to answer at the end{needed}")
     solution = "" if context.answer_field == NO_ANSWER else _answer(row, context)
@@ -308,7 +308,7 @@ def _numbered(rows: Iterable[Mapping[str, Any]], place: str) -> list[DataRow]:
 
 
 def _bare(file: Path) -> Path:
-    """A file's path without its suffixes."""
+    """Return a file's path without the suffixes of its format and compression."""
     return file.with_name(file.name.removesuffix(".gz")).with_suffix("")
 
 

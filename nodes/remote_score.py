@@ -47,7 +47,7 @@ _USER = re.compile(r"https?://[^/?#]*@")
 
 
 class RetryLater(RuntimeError):
-    """A server is not to be called for so many `seconds`, of which at most `LONGEST_PAUSE_S` are waited."""
+    """A server asks not to be called again for some `seconds`. The next call waits at most `LONGEST_PAUSE_S`."""
 
     def __init__(self, what: str, seconds: float) -> None:
         super().__init__(what)

@@ -80,7 +80,7 @@ class Tokenizer:
         self.backend, self.stops, self.pad, self.template = backend, tuple(stops), pad, template
         self.special = special or {}
         self._unknown = backend.token_to_id(UNKNOWN)
-        # Roles of conversations whose messages the template is known to have in its text.
+        # Sequences of roles for which the template is known to include the text of each message.
         self._said = set[tuple[str, ...]]()
 
     @property
@@ -126,8 +126,8 @@ class Tokenizer:
         return self._encode(self.render(text), plain=plain)
 
     def _require_said(self, roles: tuple[str, ...]) -> None:
-        """Raises TokenizerError if the chat template leaves the text of a message out, as many do with a role that they
-        do not know."""
+        """Raise TokenizerError if the chat template omits the text of a message, as many do for a role that they do not
+        know."""
         marks = [f"@@{number}@@" for number in range(len(roles))]
         text = self.render(*marks, roles=roles)
         if lost := [role for role, mark in zip(roles, marks, strict=True) if mark not in text]:

@@ -62,7 +62,7 @@ BLOCK = 128
 STEP = 2048
 # Tokens of a version that are compared with the trainer's: a single one may be far off by rounding.
 COMPARED = 128
-# The share of a GPU's free memory that is surely still free a moment later.
+# The share of a GPU's free memory that is assumed to be still free when vLLM starts.
 FREE = 0.9
 
 
@@ -72,8 +72,8 @@ def _device(otherwise: int) -> int:
 
 
 def _free_share(device: str) -> float:
-    """What of a GPU's memory vLLM may use. It refuses to start where less than that is free, though the size of its
-    cache is given: and others have some of the GPU, as has the model that it is compared with."""
+    """Return the share of a GPU's memory that vLLM may use. Even with a given cache size it refuses to start if less is
+    free, and other users of the GPU have some of it, such as the model with which vLLM is compared."""
     free, total = torch.cuda.mem_get_info(device)
     return FREE * free / total
 

@@ -395,8 +395,8 @@ def attend_causal(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, wi
         seen_SS = torch.ones(length, length, dtype=torch.bool, device=q_BSHK.device).tril().triu(1 - window)
     plain = seen_SS is None
     if grouped and q_BHSK.device.type == "cuda" and not (plain and dtype != torch.float32):
-        # Of torch's kernels (2.11 to 2.13) those for a mask, or for float32, know no groups, but for cuDNN's, of some
-        # heads on some cards: else it would keep the scores of all pairs of tokens.
+        # torch's kernels for a mask or for float32 (2.11 to 2.13) do not support groups, except cuDNN's for some heads
+        # on some GPUs: torch would fall back to one that keeps the scores of all pairs of tokens.
         each, grouped = q_BHSK.shape[1] // k_BGSK.shape[1], False
         k_BGSK, v_BGSK = (x.repeat_interleave(each, 1) for x in (k_BGSK, v_BGSK))
     out_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSK, seen_SS, is_causal=plain, enable_gqa=grouped)
