@@ -180,7 +180,9 @@ def test_a_host_may_come_late_leave_and_come_back(tmp_path: Path) -> None:
     with Running(folder) as running, agent_of(running, "b"):
         running.until_update(2)
         with agent_of(running, "c") as late:
-            running.until_line(lambda line: "generator/1 rank 0 on host c has joined" in line.get("text", ""), "it came")
+            running.until_line(
+                lambda line: "generator/1 rank 0 on host c has joined" in line.get("text", ""), "it came"
+            )
             seen = num_rows(folder)
             running.until_update(seen + 3)
             late.terminate()
