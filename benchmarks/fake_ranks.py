@@ -109,7 +109,8 @@ class Peers:
         return say
 
     def beat(self, say: Callable[[Message], None], host: str, doing: Callable[[], str]) -> None:
-        """Send heartbeats like a `Pulse`: those of one host at the same time, those of other hosts at other times."""
+        """Send heartbeats like a `HeartbeatThread`: those of one host at the same time, those of other hosts at other
+        times."""
         phase = crc32(host.encode()) % 1009 / 1009
 
         def again() -> None:

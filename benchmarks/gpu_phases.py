@@ -123,7 +123,9 @@ def in_eight_bits(
     narrow = {each: part.tensor for each, part in parts.items()}
     x = torch.randn(64, tensors[key].shape[1], device=device).bfloat16()
     exact = x.float() @ tensors[key].float().t()
-    made = eight_bit.product(x, eight_bit.Narrow.of(x, narrow[key].dtype), narrow[key], narrow[f"{key}.scale"], None)
+    made = eight_bit.product(
+        x, eight_bit.QuantisedRows.of(x, narrow[key].dtype), narrow[key], narrow[f"{key}.scale"], None
+    )
     yield {f"{name}, {precision}: a product": float((made.float() - exact).abs().max() / exact.abs().max())}
     for slots, context in cases:
         gc.collect()

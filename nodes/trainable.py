@@ -366,7 +366,9 @@ class Learner(MasterWeights[Model]):
         # A state from before the first step has no moments.
         self.optimizer.state.clear()
         for name, parameter in self.masters.items() if facts["steps"] else ():
-            moments = {moment: self._at_rest(tensors[f"{moment}.{name}"].to(parameter.dtype)) for moment in MOMENTS}
+            moments = {
+                moment: self._offloaded_copy(tensors[f"{moment}.{name}"].to(parameter.dtype)) for moment in MOMENTS
+            }
             step = torch.tensor(float(facts["steps"]), device=parameter.device)
             self.optimizer.state[parameter] = {"step": step, **moments}
 
@@ -397,7 +399,9 @@ class Learner(MasterWeights[Model]):
                 for moment in MOMENTS:
                     home = homes[master].get(moment)
                     # The first step makes the moments.
-                    state[moment] = self._at_rest(state[moment]) if home is None else home.copy_(state[moment], True)
+                    state[moment] = (
+                        self._offloaded_copy(state[moment]) if home is None else home.copy_(state[moment], True)
+                    )
         if self.device.type == "cuda":
             # A checkpoint reads them on the host.
             torch.cuda.current_stream(self.device).synchronize()
@@ -412,7 +416,7 @@ class Learner(MasterWeights[Model]):
             needed = f"{taken / 2**30:.1f} GiB, or --optimizer-state device"
             raise ValueError(f"{self.context.node} [host-memory]: given {given}, needed {needed}")
 
-    def _at_rest(self, moment: Tensor) -> Tensor:
+    def _offloaded_copy(self, moment: Tensor) -> Tensor:
         """A copy of a moment where moments are between steps."""
         copy = moment.to("cpu" if self.on_host else self.device, copy=True)
         return copy.pin_memory() if self.on_host and self.device.type == "cuda" else copy

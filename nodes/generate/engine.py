@@ -71,7 +71,7 @@ class Engine(GroupStream):
         if self.precision:
             check_precision(spec, self.precision, ranks.size(TENSOR))
             require_products(self.precision, context.device)
-            model.narrow(self.precision)
+            model.quantise(self.precision)
         if context.invariant:
             model.be_invariant()
         # A model without experts has nothing to record.

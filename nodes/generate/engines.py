@@ -34,7 +34,7 @@ def engine_lacks(engine: str, context: Context, temperature: float, spec: ModelS
             f"a model without, or --engine {OURS}: no reload of experts is proved for {engine}",
         ),
         f"a {family.model_type if family else ''}": (
-            family is not None and family.model_type in kind.unproved,
+            family is not None and family.model_type in kind.untested_families,
             f"another model, or --engine {OURS}: no reload of these is proved for {engine}",
         ),
         "adapters (LoRA)": (
@@ -42,7 +42,7 @@ def engine_lacks(engine: str, context: Context, temperature: float, spec: ModelS
             f"all weights, or --engine {OURS}: adapters are not sent to {engine}",
         ),
         f"weights in {precision}": (
-            bool(precision) and not kind.narrow,
+            bool(precision) and not kind.eight_bit,
             f"those of the run's dtype, or --engine {OURS}",
         ),
         **(_of_heads(kind, context, spec.config) if spec is not None else {}),
@@ -87,7 +87,7 @@ def _of_long_texts(kind: EngineKind, context: Context, config: ModelConfig) -> d
     if scaling is not None and scaling.rope_type == "yarn":
         most = int(scaling.factor * scaling.original_max_position_embeddings)
         told[f"rotary scaling yarn for {most} positions, and texts of {length} tokens"] = (
-            length > most and not kind.stretches,
+            length > most and not kind.extrapolates_yarn,
             f"at most {most} tokens {shorter}",
         )
     return told

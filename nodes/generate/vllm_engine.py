@@ -40,7 +40,7 @@ from penstock.nodes.generate.engines import engine_lacks
 from penstock.nodes.generate.groups import GroupStream, Holder
 from penstock.nodes.generate.kv_cache import require_memory
 from penstock.nodes.generate.sampling import MOST_MISMATCH, mismatch
-from penstock.nodes.generate.vllm_weights import BACKEND, fused_parameters, share_words, suspects
+from penstock.nodes.generate.vllm_weights import BACKEND, fused_parameters, shard_vocab, suspects
 from penstock.nodes.learn.batching import sampled_mask
 from penstock.nodes.model import torch_dtype
 from penstock.nodes.model.hf import point_at
@@ -161,7 +161,7 @@ class VllmModel:
                 arguments.create_engine_config(), executor, log_stats=False, multiprocess_mode=False
             )
         self.model = self.engine.model_executor.driver_worker.worker.model_runner.model
-        share_words(self.model)
+        shard_vocab(self.model)
         self.fused = tuple(fused.names for fused in fused_parameters(self.model) if len(fused.names) > 1)
 
     def renew(self, version: int, tensors: Mapping[str, Tensor]) -> None:

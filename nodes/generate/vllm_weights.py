@@ -6,7 +6,7 @@ filled. vLLM packs it from there for its kernels, without another copy before. O
 addresses, each tensor is copied to its rows of vLLM's weight.
 
 With several ranks each has its part of each tensor, sharded as ours are: attention and MLP as in vLLM, too, and the
-vocabulary in equal runs, to which vLLM's layers are adapted (`share_words`).
+vocabulary in equal runs, to which vLLM's layers are adapted (`shard_vocab`).
 
 Shapes: B rows of a probe, V vocabulary, D inputs of a linear map.
 """
@@ -179,7 +179,7 @@ def pack_tied_head(head: Layer) -> None:
     dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
-def share_words(model: Layer) -> None:
+def shard_vocab(model: Layer) -> None:
     """Shard the vocabulary of vLLM's embedding and head as ours: in equal runs of words, without padding in between."""
     for module in model.modules():
         if not _is_cut(module):

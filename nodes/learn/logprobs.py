@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens from hidden states, without storing a large tokens × vocabulary matrix.
 
-If the vocabulary is sharded over ranks (`Words`), each rank computes only the logits of its own words, and sends four
-numbers per token to the others: the largest logit, and three sums.
+If the vocabulary is sharded over ranks (`VocabShard`), each rank computes only the logits of its own words, and sends
+four numbers per token to the others: the largest logit, and three sums.
 
 Shapes: P predicted tokens, Q the same in whole steps, D hidden width, V vocabulary, W words of a rank, C tokens of one
 chunk.
@@ -19,7 +19,7 @@ from penstock.nodes.model import CausalLM, Decoder, invariant
 from penstock.nodes.model.decoder import LOGIT_ELEMENTS, attend_end_to_end
 from penstock.nodes.model.kernels import linear
 from penstock.nodes.model.mlp import Route, replay
-from penstock.nodes.model.words import Words
+from penstock.nodes.model.vocab_parallel import VocabShard
 
 
 def packed_logprobs(model: CausalLM, packed: Packed) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ def logprobs_over_ranks(
     weight_WD: Tensor,
     targets_P: Tensor,
     temperature_P: Tensor | None,
-    words: Words,
+    words: VocabShard,
     *,
     chunk_elements: int = LOGIT_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
@@ -178,7 +178,7 @@ class _OverRanks(torch.autograd.Function):
         targets_P: Tensor,
         temperature_P: Tensor | None,
         size: int,
-        words: Words,
+        words: VocabShard,
     ) -> tuple[Tensor, Tensor]:
         rows_P, here_P = words.index(targets_P)
         # For this rank's words: the largest logit, Σ exp(l − m), Σ exp(l − m) · (l − m), and the target's logit or 0.

@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from penstock.nodes.model import causal, invariant
 from penstock.nodes.model.config import ModelConfig, ModelError, RopeScaling
 from penstock.nodes.model.elementwise import rms_norm, rotate
-from penstock.nodes.model.expert_parallel import Dealt
+from penstock.nodes.model.expert_parallel import ExpertPlacement
 from penstock.nodes.model.kernels import Linear, linear, multiplied, pack, packed, together
 from penstock.nodes.model.lora import ATTENTION, Lora, LoraLinear, initial, is_adapter
 from penstock.nodes.model.mlp import Experts, Mlp, Route
-from penstock.nodes.model.words import WordEmbedding, Words, own_part, shared
+from penstock.nodes.model.vocab_parallel import VocabShard, WordEmbedding, own_part, shared
 
 # A sixteenth of what fits in a GPU's memory; on a CPU no other number is faster (`benchmarks/logprobs.py`).
 LOGIT_ELEMENTS = 1 << 26
@@ -69,7 +69,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.lora = config, lora
-        self.words = Words(config.vocab_size)
+        self.words = VocabShard(config.vocab_size)
         # Draws nothing from the global generator, and touches no memory.
         with torch.device("meta"):
             self.model = _Layers(config)
@@ -96,11 +96,11 @@ class Decoder(nn.Module):
             if self.lora is not None and isinstance(module, Linear) and name.endswith(self.lora.targets):
                 self.model.layers.set_submodule(name, LoraLinear(module, self.lora))
 
-    def narrow(self, precision: str) -> None:
+    def quantise(self, precision: str) -> None:
         """Compute a layer's products in eight bits (`eight_bit`), except those of embedding, head and routers."""
         for name, module in self.model.layers.named_modules():
             if isinstance(module, Linear) and not name.endswith("mlp.gate"):
-                module.narrow(precision)
+                module.quantise(precision)
 
     def be_invariant(self) -> None:
         """From now on compute the same bits for a token in a pass over it alone and over many (`model/invariant.py`).
@@ -161,15 +161,15 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.cos_PK.dtype
 
-    def share_words(self, words: Words) -> None:
+    def shard_vocab(self, words: VocabShard) -> None:
         """Compute with an embedding and a head of only these words, together with the other ranks of `words`."""
         self.words = self.model.embed_tokens.words = words
 
-    def deal_experts(self, dealt: Dealt) -> None:
+    def distribute_experts(self, placement: ExpertPlacement) -> None:
         """Keep only this rank's experts of each layer. Without experts do nothing."""
         for module in self.modules():
             if isinstance(module, Experts):
-                module.deal(dealt)
+                module.distribute(placement)
 
     def recompute_layers(self) -> None:
         """From now on a layer keeps only its input, and computes the rest again in the backward pass, to the bit."""
@@ -290,7 +290,7 @@ class _Layers(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         scale = math.sqrt(config.hidden_size) if config.family.scaled_embedding else 1.0
-        self.embed_tokens = WordEmbedding(Words(config.vocab_size), config.hidden_size, scale)
+        self.embed_tokens = WordEmbedding(VocabShard(config.vocab_size), config.hidden_size, scale)
         self.layers = nn.ModuleDict({str(i): _Layer(config, i) for i in range(config.num_hidden_layers)})
         self.norm: nn.Module = Norm(config.hidden_size, config)
 

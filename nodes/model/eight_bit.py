@@ -27,28 +27,28 @@ FP8_TILE, FP8_SINCE = 16, (8, 9)
 
 
 @dataclass(frozen=True)
-class Narrow:
+class QuantisedRows:
     """Rows of eight bits: `elements` [R, D], times `scales` [R, 1] in float32."""
 
     elements: Tensor
     scales: Tensor
 
     @staticmethod
-    def of(rows: Tensor, dtype: torch.dtype) -> "Narrow":
+    def of(rows: Tensor, dtype: torch.dtype) -> "QuantisedRows":
         """Rows [R, D] of floats, rounded to the nearest, ties to even."""
         limit = _LIMITS[dtype]
         if rows.device.type == "cuda" and dtype != torch.int8:
             from penstock.nodes.model import elementwise_triton  # Triton is installed where a GPU is
 
-            return Narrow(*elementwise_triton.narrowed(rows, dtype, limit, _TINY))
+            return QuantisedRows(*elementwise_triton.narrowed(rows, dtype, limit, _TINY))
         scales = rows.abs().amax(-1, keepdim=True).float().div_(limit).clamp_(min=_TINY)
         quotient = rows / scales
         # Conversion to a float format rounds; conversion to integers truncates.
         quotient = quotient.round_() if dtype == torch.int8 else quotient.clamp_(-limit, limit)
-        return Narrow(quotient.to(dtype), scales)
+        return QuantisedRows(quotient.to(dtype), scales)
 
 
-def product(x: Tensor, narrow: Narrow, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+def product(x: Tensor, narrow: QuantisedRows, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias in the dtype of `x`. `narrow` has the rows of `x` in eight bits; `weight` is [O, D] in eight
     bits, its `scales` are [O]."""
     assert scales is not None

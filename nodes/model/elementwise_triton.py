@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Te
 
 
 def narrowed(rows_RD: Tensor, dtype: torch.dtype, limit: float, tiny: float) -> tuple[Tensor, Tensor]:
-    """Elements [R, D] of eight bits and scales [R, 1], as in `eight_bit.Narrow.of`."""
+    """Elements [R, D] of eight bits and scales [R, 1], as in `eight_bit.QuantisedRows.of`."""
     (rows, width), rows_RD = rows_RD.shape, rows_RD.contiguous()
     elements_RD = torch.empty(rows, width, dtype=dtype, device=rows_RD.device)
     scales_R1 = torch.empty(rows, 1, device=rows_RD.device)

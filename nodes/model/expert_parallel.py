@@ -24,7 +24,7 @@ from penstock.graph.protocols import experts_at
 Compute = Callable[[Tensor, list[int]], Tensor]
 
 
-class Dealt(Protocol):
+class ExpertPlacement(Protocol):
     """The distribution of a layer's experts over ranks."""
 
     def own(self, experts: int) -> range:

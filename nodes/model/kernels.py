@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from penstock.nodes.model import invariant
 from penstock.nodes.model.compiled import DTYPES
-from penstock.nodes.model.eight_bit import Narrow, narrow_parameters, product
+from penstock.nodes.model.eight_bit import QuantisedRows, narrow_parameters, product
 from penstock.nodes.model.elementwise import transposed
 
 _onednn = None
@@ -50,7 +50,7 @@ class Linear(nn.Linear):
             return linear(x, self.weight, self.bias)
         return multiplied(x, self.packed, self.bias)
 
-    def narrow(self, precision: str) -> None:
+    def quantise(self, precision: str) -> None:
         """Compute in eight bits from now on, with elements and scales that arrive later."""
         self.weight, self.row_scales = narrow_parameters(self.weight, precision)
 
@@ -60,12 +60,12 @@ def together(x: Tensor, *maps: Linear) -> Sequence[Tensor]:
     if maps[0].joined is not None:
         weight, bias, scales = maps[0].joined
         if scales is not None:
-            made = product(x, Narrow.of(x.flatten(0, -2), weight.dtype), weight, scales, bias)
+            made = product(x, QuantisedRows.of(x.flatten(0, -2), weight.dtype), weight, scales, bias)
         else:
             made = (multiplied if x.device.type == "cpu" else F.linear)(x, weight, bias)
         return torch.split(made, [each.out_features for each in maps], -1)
     if maps[0].row_scales is not None:
-        rows = Narrow.of(x.flatten(0, -2), maps[0].weight.dtype)
+        rows = QuantisedRows.of(x.flatten(0, -2), maps[0].weight.dtype)
         return [product(x, rows, each.weight, each.row_scales, each.bias) for each in maps]
     if all(type(each) is Linear and not each.invariant and _learns(x, each.weight) for each in maps):
         return _Linear.apply(x, *(each.weight for each in maps), *(each.bias for each in maps))  # type: ignore[no-any-return,no-untyped-call]

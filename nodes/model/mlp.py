@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.elementwise import gated
-from penstock.nodes.model.expert_parallel import Dealt
+from penstock.nodes.model.expert_parallel import ExpertPlacement
 from penstock.nodes.model.kernels import Linear, linear, together
-from penstock.nodes.model.words import own_part, shared, summed
+from penstock.nodes.model.vocab_parallel import own_part, shared, summed
 
 # Rows of an expert are padded to a multiple of this, so that a token's bits do not depend on how many others have
 # chosen the same expert: a product of one row uses another kernel, and element-wise kernels treat the last, odd
@@ -78,12 +78,12 @@ class Experts(nn.Module):
         # With tensor parallelism while training: the ranks that each have a part of every expert's inner width.
         self.sharers: dist.ProcessGroup | None = None
         # With expert parallelism: the distribution of the experts over ranks.
-        self.dealt: Dealt | None = None
+        self.placement: ExpertPlacement | None = None
 
-    def deal(self, dealt: Dealt) -> None:
+    def distribute(self, placement: ExpertPlacement) -> None:
         """Keep only this rank's experts; other ranks have the others."""
-        self.dealt = dealt
-        for other in set(range(len(self.experts))) - set(dealt.own(len(self.experts))):
+        self.placement = placement
+        for other in set(range(len(self.experts))) - set(placement.own(len(self.experts))):
             del self.experts[str(other)]
 
     def forward(self, x: Tensor, route: Route | None = None) -> Tensor:
@@ -101,10 +101,10 @@ class Experts(nn.Module):
         order_M = chosen_NK.flatten().argsort(stable=True)
         counts_E = torch.bincount(chosen_NK.flatten(), minlength=probs_NE.shape[1])
         rows_MD = x_ND[order_M // self.count]
-        if self.dealt is None:
+        if self.placement is None:
             out_MD = self.experts(rows_MD, counts_E.tolist())
         else:
-            out_MD = self.dealt.outputs(rows_MD, counts_E, self.experts)
+            out_MD = self.placement.outputs(rows_MD, counts_E, self.experts)
         out_NKD = out_MD[order_M.argsort()].view(*chosen_NK.shape, -1)
         out_ND = (out_NKD * top_NK[..., None]).sum(1).to(x.dtype)
         return (out_ND if self.sharers is None else summed(out_ND, self.sharers)).view_as(x)

@@ -18,7 +18,7 @@ from penstock.nodes.model.config import ModelConfig, ModelError
 from penstock.nodes.model.decoder import CausalLM
 from penstock.nodes.model.expert_parallel import Gather
 from penstock.nodes.model.lora import TARGETS, A, B, Lora
-from penstock.nodes.model.words import Words
+from penstock.nodes.model.vocab_parallel import VocabShard
 
 
 def tensor_parallel(config: ModelConfig) -> dict[str, Rule]:
@@ -78,7 +78,7 @@ def check_tensor_parallel(config: ModelConfig, parts: int, *, shared_heads: bool
     if faults:
         needed = f"numbers that tp {parts} divides" + (", or fewer key-value heads that divide it" * shared_heads)
         raise ModelError(f"tensor parallelism: given {', '.join(faults)}, needed {needed}")
-    if not Words(config.vocab_size, parts, parts - 1).count:
+    if not VocabShard(config.vocab_size, parts, parts - 1).count:
         raise ModelError(f"tensor parallelism: given {config.vocab_size} words over tp {parts}, needed some for each")
 
 
@@ -101,7 +101,7 @@ def part_config(config: ModelConfig, parts: int, part: int) -> ModelConfig:
         num_key_value_heads=max(1, config.num_key_value_heads // parts),
         intermediate_size=config.intermediate_size // parts,
         moe_intermediate_size=config.moe_intermediate_size // parts,
-        vocab_size=Words(config.vocab_size, parts, part).count,
+        vocab_size=VocabShard(config.vocab_size, parts, part).count,
     )
 
 
@@ -141,7 +141,7 @@ class CausalLMPart(CausalLM):
     ) -> None:
         super().__init__(part_config(config, parts, part), dtype, device, lora=lora)
         self._heads, self.config = self.config, config
-        self.share_words(Words(config.vocab_size, parts, part))
+        self.shard_vocab(VocabShard(config.vocab_size, parts, part))
         for name, module in self.model.named_modules():
             if name.endswith(("o_proj", "mlp")):
                 module.register_forward_hook(_sum)
@@ -162,7 +162,7 @@ class CausalLMWithOwnExperts(CausalLM):
     ) -> None:
         check_experts(config, parts)
         super().__init__(config, dtype, device, lora=lora, unread=True)
-        self.deal_experts(Gather(parts, part))
+        self.distribute_experts(Gather(parts, part))
         # Other ranks' experts never had memory. Buffers keep theirs.
         buffers = dict(self.named_buffers())
         self.to_empty(device=device)

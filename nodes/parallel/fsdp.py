@@ -52,7 +52,7 @@ from penstock.nodes.model.expert_parallel import TokenExchange
 from penstock.nodes.model.lora import is_adapter
 from penstock.nodes.model.mlp import Experts
 from penstock.nodes.model.tensor_parallel import check_experts, check_tensor_parallel, stages_of, tensor_parallel
-from penstock.nodes.model.words import Words
+from penstock.nodes.model.vocab_parallel import VocabShard
 from penstock.nodes.parallel.mesh import AXES, Ranks, assign, gather
 from penstock.nodes.parallel.pipeline import PipelineStage
 
@@ -227,7 +227,7 @@ class Shards(Generic[Model]):
             self.update(self.parameters)
         every = gather(found, self.model.device)
         results: dict[int, Result] = {}
-        for share, rank in zip(shares, self.ranks.speakers(), strict=True):
+        for share, rank in zip(shares, self.ranks.reporting_ranks(), strict=True):
             results |= zip(share, every[rank][: len(share)], strict=True)
         return [results[index] for index in range(len(items))]
 
@@ -250,7 +250,7 @@ def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, R
     of_experts, dealt = mesh, list[nn.Module]()
     if ranks.size(EXPERT) > 1:
         of_experts = _device_mesh(ranks.mesh, model.device.type, with_experts=True)
-        model.deal_experts(TokenExchange(of_experts.get_group(EXPERT)))
+        model.distribute_experts(TokenExchange(of_experts.get_group(EXPERT)))
         dealt = [module.experts for module in model.modules() if isinstance(module, Experts)]
     if ranks.size(TENSOR) > 1:
         for layer in layers:
@@ -298,8 +298,8 @@ def _unread(model: Decoder) -> Callable[[str, tuple[slice, ...]], Tensor]:
 
 
 def _cut_words(model: Decoder, mesh: DeviceMesh, rules: Mapping[str, Rule]) -> None:
-    """Shard the embedding and the head that this rank has over the vocabulary; `Words` sums over the ranks."""
-    model.share_words(Words(model.config.vocab_size, mesh.size(), mesh.get_local_rank(), mesh.get_group()))
+    """Shard the embedding and the head that this rank has over the vocabulary; `VocabShard` sums over the ranks."""
+    model.shard_vocab(VocabShard(model.config.vocab_size, mesh.size(), mesh.get_local_rank(), mesh.get_group()))
     for name, parameter in list(model.named_parameters()):
         if rule_of(name, rules) is not None and not isinstance(parameter, DTensor):
             place, _, last = name.rpartition(".")

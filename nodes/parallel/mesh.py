@@ -73,7 +73,7 @@ class Ranks:
         copy = self.place(DATA, rank) * self.size(FSDP) + self.place(FSDP, rank)
         return copy * self.size(EXPERT) + self.place(EXPERT, rank)
 
-    def speakers(self) -> list[int]:
+    def reporting_ranks(self) -> list[int]:
         """For each share the rank whose results count: the first one on the last stage."""
         last = self.size(STAGE) - 1
         ranks = [r for r in range(self.count) if self.place(TENSOR, r) == 0 and self.place(STAGE, r) == last]

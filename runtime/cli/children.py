@@ -50,7 +50,7 @@ from penstock.runtime.control.signals import (
     Preempted,
     interrupt,
     on_stop,
-    while_heard,
+    stop_if_output_closes,
 )
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.folder import RunFolder
@@ -368,7 +368,7 @@ def run_here(path: str) -> int:
     folder = RunFolder.open(path)
     config = RunConfig.load(folder)
     progress = Progress(config.graph.name, config.flags.updates)
-    tell = while_heard(PlainDisplay(progress, write_line).tell, lambda: signal.raise_signal(signal.SIGTERM))
+    tell = stop_if_output_closes(PlainDisplay(progress, write_line).tell, lambda: signal.raise_signal(signal.SIGTERM))
     try:
         status = run_in_process(folder, tell)
     except Exception as raised:
@@ -386,21 +386,21 @@ def main(mode: str, words: str) -> int:
         try:
             with on_stop(interrupt):
                 return run_here(words)
-        except KeyboardInterrupt as wish:
-            return PREEMPTED if isinstance(wish, Preempted) else INTERRUPTED
+        except KeyboardInterrupt as stop_request:
+            return PREEMPTED if isinstance(stop_request, Preempted) else INTERRUPTED
     # Ctrl-C, or a closed pipe while help is printed, ends it without a traceback.
     for number in (signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     # Nearly all of its objects are imported modules, which stay: collect garbage rarely.
     gc.set_threshold(100_000)
-    with os.fdopen(int(words), "r+") as paper:
-        arguments = json.load(paper)
-        paper.seek(0)
-        paper.truncate()
+    with os.fdopen(int(words), "r+") as memfd:
+        arguments = json.load(memfd)
+        memfd.seek(0)
+        memfd.truncate()
         found = json.dumps(answered(lambda: resolve_name(mode)(*arguments)))
         # Flush what the program printed: os._exit does not.
         sys.stdout.flush()
-        paper.write(found)
+        memfd.write(found)
     # torch is slow to exit, and all output is written.
     os._exit(0)
 

@@ -29,7 +29,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.runtime.control.signals import nobody_reads
+from penstock.runtime.control.signals import output_closed
 from penstock.runtime.record.errors import visible
 from penstock.runtime.record.metrics import Row, columns
 from penstock.runtime.schedule.idle_causes import CAUSES
@@ -385,7 +385,7 @@ class LiveDisplay(Display):
         with self._lock:
             self.progress.hear(line)
         # If the terminal is gone, rich draws nothing, and does not raise.
-        if nobody_reads(self.console.file.fileno()):
+        if output_closed(self.console.file.fileno()):
             raise OSError(errno.EIO, "the terminal is gone")
 
     def _render(self) -> RenderableType:

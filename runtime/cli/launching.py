@@ -35,7 +35,7 @@ from penstock.runtime.control.signals import (
     FAILED,
     INTERRUPTED,
     PREEMPTED,
-    Wish,
+    StopRequest,
     on_stop,
     wait_handing_on,
 )
@@ -123,10 +123,10 @@ def launch(
     tell: Callable[[Line], None],
     enrolled: Enrolled | None = None,
     early: Early | None = None,
-    wish: Wish | None = None,
+    stop_request: StopRequest | None = None,
 ) -> int:
     """Run the folder's run in processes, of which some may have been started `early`, on the agents that have
-    `enrolled`; returns the exit status. `wish` has the signals received so far."""
+    `enrolled`; returns the exit status. `stop_request` has the signals received so far."""
     config = RunConfig.load(folder)
     desk, starter = (enrolled.desk, enrolled.agents) if enrolled else (None, None)
     if desk is not None:
@@ -145,7 +145,7 @@ def launch(
         starter=starter,
         early=early,
         again=enrolled is not None and enrolled.again,
-        wish=wish,
+        stop_request=stop_request,
     )
     return launcher.run()
 
@@ -171,17 +171,17 @@ def go(
         with open_display(name, updates, relative(folder.path), plain=flags.plain or flags.in_process) as display:
             prepare(display)
             trackers.start(folder, config.flags.track, display.tell)
-            wish = Wish()
+            stop_request = StopRequest()
             # Signals before the launcher listens are kept for it; later ones have nothing left to end.
-            with on_stop(lambda number, _: wish.hear(number)):
+            with on_stop(lambda number, _: stop_request.hear(number)):
                 if flags.in_process:  # in one process with the terminal, so that a debugger works
                     if early is not None:
                         early.close()
                     command = module_command("penstock.runtime.cli.children", "run", folder.path)
-                    status = wait_handing_on(subprocess.Popen(command), wish)
+                    status = wait_handing_on(subprocess.Popen(command), stop_request)
                     status = status if status in STATUS else FAILED
                 else:
-                    status = launch(folder, cluster, display.tell, enrolled, early, wish)
+                    status = launch(folder, cluster, display.tell, enrolled, early, stop_request)
                 if enrolled is not None:
                     # At once: agents enrol for the run's next life while this one is still being summarised.
                     enrolled.desk.rest()

@@ -29,8 +29,8 @@ from penstock.runtime.control.signals import (
     Preempted,
     heard,
     interrupt,
-    nobody_reads,
     on_stop,
+    output_closed,
 )
 from penstock.runtime.record.errors import visible
 
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         status = INTERRUPTED
     except OSError:
         # Any other OSError is a bug of ours, which needs its traceback.
-        if not any(map(nobody_reads, (1, 2))):
+        if not any(map(output_closed, (1, 2))):
             raise
         status = UNREAD
     sys.exit(_flushed(status))

@@ -34,14 +34,14 @@ from penstock.runtime.record.typed_json import ConfigFile, Summary
 
 
 def run_traced(
-    traced: Traced, argv: Sequence[str], behind: tuple[str, ...], began: float, early: Early | None = None
+    traced: Traced, argv: Sequence[str], manager_args: tuple[str, ...], began: float, early: Early | None = None
 ) -> int:
-    """Create a run folder and run in it; returns the exit status. `behind` are the words after a "--"; `early` has
-    processes that wait for the run."""
-    if manager := require_consistent(traced.flags, behind):
+    """Create a run folder and run in it; returns the exit status. `manager_args` are the words after a "--"; `early`
+    has processes that wait for the run."""
+    if manager := require_consistent(traced.flags, manager_args):
         if early is not None:
             early.close()
-        return manager.submit(Submission(traced, argv[0], behind))
+        return manager.submit(Submission(traced, argv[0], manager_args))
     if traced.flags.resume == "auto" and absolute(traced.flags.out).joinpath("config.json").is_file():
         return _go_on_as(traced, began, early)
     if not traced.flags.on:
@@ -57,11 +57,11 @@ def run_traced(
     return restarted(status, path, traced.flags, {})
 
 
-def require_consistent(flags: RunFlags, behind: Sequence[str]) -> Manager | None:
+def require_consistent(flags: RunFlags, manager_args: Sequence[str]) -> Manager | None:
     """The manager to which the run is submitted (see `submitter`). Raises CommandError for flags that contradict each
     other."""
     check_agents(flags, flags.cluster)
-    manager = submitter(flags, behind)
+    manager = submitter(flags, manager_args)
     if manager is None and flags.resume == "auto" and not flags.out:
         raise CommandError("--resume auto: given no --out DIR, needed the folder in which the run is or will be", 2)
     return manager

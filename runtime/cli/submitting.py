@@ -45,11 +45,11 @@ GRACE_S = 60.0
 
 @dataclass(frozen=True)
 class Submission:
-    """A run to submit. `called` is PROGRAM as the user typed it; `behind` are the words after a "--"."""
+    """A run to submit. `called` is PROGRAM as the user typed it; `manager_args` are the words after a "--"."""
 
     traced: Traced
     called: str
-    behind: tuple[str, ...] = ()
+    manager_args: tuple[str, ...] = ()
 
     @property
     def flags(self) -> RunFlags:
@@ -67,23 +67,23 @@ class Submission:
 class Manager:
     """A cluster manager on the command line. `submit` submits a run, and returns the exit status. `flags` are the job
     flags that it accepts. `needed` are its required flags, each with its meaning. `owned` are flags that the user must
-    not give, each with its owner. `behind`: it takes the words after a "--". With `by`, it submits only runs with this
-    flag; else all runs with its word of --on."""
+    not give, each with its owner. `manager_args`: it takes the words after a "--". With `by`, it submits only runs with
+    this flag; else all runs with its word of --on."""
 
     submit: Callable[[Submission], int]
     flags: tuple[str, ...]
     needed: Mapping[str, str]
     owned: Mapping[str, str] = field(default_factory=dict)
-    behind: bool = False
+    manager_args: bool = False
     by: str = ""
 
     def wants(self, flags: RunFlags) -> bool:
         return not self.by or bool(getattr(flags, self.by))
 
 
-def submitter(flags: RunFlags, behind: Sequence[str]) -> Manager | None:
-    """The manager to which the run is submitted; None if this command runs it. `behind` are the words after a "--".
-    Raises CommandError for job flags without a job or for another manager, and for missing ones."""
+def submitter(flags: RunFlags, manager_args: Sequence[str]) -> Manager | None:
+    """The manager to which the run is submitted; None if this command runs it. `manager_args` are the words after a
+    "--". Raises CommandError for job flags without a job or for another manager, and for missing ones."""
     manager = SUBMITTERS.get(flags.on)
     found = manager if manager is not None and manager.wants(flags) else None
     on = f"with --on {flags.on}" if flags.on else "without --on"
@@ -92,8 +92,8 @@ def submitter(flags: RunFlags, behind: Sequence[str]) -> Manager | None:
                  if each.name in one.flags]  # fmt: skip
         if getattr(flags, each.name) != each.default and (found is None or each.name not in found.flags):
             raise CommandError(f"given {_flag(each.name)} {on}, needed {' or '.join(meant)}", 2)
-    if behind and (found is None or not found.behind):
-        raise CommandError(f"given {' '.join(behind)!r} behind a -- {on}, needed flags of the run alone", 2)
+    if manager_args and (found is None or not found.manager_args):
+        raise CommandError(f"given {' '.join(manager_args)!r} behind a -- {on}, needed flags of the run alone", 2)
     if found is None:
         return None
     for name, whose in found.owned.items():
@@ -207,7 +207,7 @@ def _job(asked: Submission) -> slurm_jobs.Job:
             name=asked.traced.name,
             words=("run", *asked.words("out", "grace"), *how),
             folder=absolute(out),
-            options=asked.behind,
+            options=asked.manager_args,
             nodes=flags.agents,
             grace=grace,
         )
@@ -241,7 +241,7 @@ SUBMITTERS = {
         ("submit", "dry_run"),
         needed={},
         owned={"bind": "the job", "ticket_keys": "the job"},
-        behind=True,
+        manager_args=True,
         by="submit",
     ),
 }

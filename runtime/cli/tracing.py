@@ -161,29 +161,29 @@ def ask_child(
     processes of a run, one of which then forks the child. Raises CommandError for what the function raises, for a child
     that dies, and after `deadline` seconds; SystemExit for a child that has printed help or a usage error.
     """
-    with os.fdopen(os.memfd_create("penstock"), "r+") as paper:
+    with os.fdopen(os.memfd_create("penstock"), "r+") as memfd:
 
         def write_question() -> None:
-            paper.seek(0)
-            paper.truncate()
-            json.dump(arguments, paper)
-            paper.seek(0)
+            memfd.seek(0)
+            memfd.truncate()
+            json.dump(arguments, memfd)
+            memfd.seek(0)
 
         write_question()
         status = None
         try:
             if early is not None:
-                answer = early().ask(f"{CHILDREN}:main", [function], paper.fileno())
+                answer = early().ask(f"{CHILDREN}:main", [function], memfd.fileno())
                 _import(meanwhile)
                 status = answer(deadline)
             if status is None:
                 # If the child died with the process that forked it, it may have overwritten the question.
                 write_question()
-                status = _started(function, paper.fileno(), meanwhile, deadline)
+                status = _started(function, memfd.fileno(), meanwhile, deadline)
         except TimeoutError:
             raise CommandError(f"{what} has not answered within {deadline:g} s") from None
-        paper.seek(0)
-        text = paper.read()
+        memfd.seek(0)
+        text = memfd.read()
     if status == -signal.SIGPIPE:  # the reader of its help closed the pipe
         raise SystemExit(128 + signal.SIGPIPE)
     if status in (0, 2) and not text:
@@ -197,12 +197,12 @@ def ask_child(
     return found
 
 
-def _started(function: str, paper: int, meanwhile: Sequence[str], deadline: float) -> int:
+def _started(function: str, memfd: int, meanwhile: Sequence[str], deadline: float) -> int:
     """Start a child for the question; returns its exit status. Raises TimeoutError."""
-    command = module_command(CHILDREN, function, str(paper))
+    command = module_command(CHILDREN, function, str(memfd))
     with ExitStack() as stack:
         with held_back():
-            child = subprocess.Popen(command, pass_fds=[paper])
+            child = subprocess.Popen(command, pass_fds=[memfd])
             # After Ctrl-C, or a passed deadline, its answer is not needed any more.
             stack.callback(child.wait)
             stack.callback(child.kill)

@@ -1,7 +1,7 @@
 """One agent per host: starts the ranks that the controller asks for, and reports their ends. No rank outlives it.
 
 The launcher starts `python -m penstock.runtime.control.agent JOIN_FILE`; on another host it is `penstock agent`. With
-`--early SOCKET MODULE…` it is started before the run (see `early`), and so is the child that forks ranks.
+`--early SOCKET MODULE…` it is started before the run (see `early`), and so is the child that fork_server ranks.
 
 A cluster manager that takes the host away sends SIGTERM or SIGUSR1, and ends everything some seconds later. The agent
 tells the controller (`Leaving`); the ranks live on until the run has ended or the grace period is over. A second
@@ -67,7 +67,7 @@ from penstock.runtime.control.process import (
 from penstock.runtime.control.relay import Relay
 from penstock.runtime.control.rendezvous import INTERVAL, agent_interval
 from penstock.runtime.control.security import Join
-from penstock.runtime.control.signals import PREEMPTED, Wish, on_stop
+from penstock.runtime.control.signals import PREEMPTED, StopRequest, on_stop
 from penstock.runtime.control.silence import AwakeClock
 from penstock.runtime.control.sockets import SILENCE, Client
 from penstock.runtime.record.errors import visible
@@ -79,7 +79,7 @@ from penstock.runtime.tensor.shm import SHM, sweep
 LAST_S = 10.0
 # A rank's log that exceeds this many bytes loses its older half: a node may print without end. Seconds between checks.
 LOG_BYTES, LOG_S = 64 << 20, 1.0
-# Libraries that read these at their import would otherwise start threads in the process that forks.
+# Libraries that read these at their import would otherwise start threads in the process that fork_server.
 ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -90,11 +90,11 @@ LEAVE_S = 3.0
 
 
 @dataclass
-class Forks:
-    """A child that forks ranks, the socket to it, and the names of its ranks that have not ended. `memory` is the
+class ForkServer:
+    """A child that fork_server ranks, the socket to it, and the names of its ranks that have not ended. `memory` is the
     in-memory file that the stderr of an early child goes to before there is a log."""
 
-    door: socket.socket
+    control: socket.socket
     child: "subprocess.Popen[bytes]"
     ranks: set[str] = field(default_factory=set)
     memory: int | None = None
@@ -102,12 +102,12 @@ class Forks:
     @classmethod
     def begin(
         cls, command: Sequence[str], run: str, log: Path | None, python: str = "", asks: int | None = None
-    ) -> "Forks":
+    ) -> "ForkServer":
         """Start the child. Without a `log` it does not know its run folder yet. It takes over the socket `asks` from
         this process. Raises OSError for an interpreter that cannot be started."""
-        door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Room for the orders of some hundred ranks: the child reads none before it has imported torch.
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         stderr = os.memfd_create("ranks") if log is None else open_append(log)
         try:
             with theirs:
@@ -121,19 +121,19 @@ class Forks:
                     passed=() if asks is None else (asks,),
                 )
         except OSError:
-            door.close()
+            control.close()
             os.close(stderr)
             raise
         finally:
             if asks is not None:
                 os.close(asks)
         if log is None:
-            return cls(door, child, memory=stderr)
+            return cls(control, child, memory=stderr)
         os.close(stderr)
-        return cls(door, child)
+        return cls(control, child)
 
     def close(self) -> None:
-        self.door.close()
+        self.control.close()
         if self.memory is not None:
             os.close(self.memory)
 
@@ -149,7 +149,7 @@ class Agent:
         join: Join,
         join_file: Path,
         worker: Sequence[str] = WORKER,
-        early: Forks | None = None,
+        early: ForkServer | None = None,
     ) -> None:
         self._join, self._join_file = join, join_file
         # A Unix socket breaks only when the controller is gone; a connection between hosts may come back.
@@ -159,7 +159,7 @@ class Agent:
         self._relay = None if local else Relay(join, agent_interval(len(join.hosts)))
         if self._relay is not None:
             self._client.watch(self._relay.socket)
-        self._wish, self._until = Wish(), inf
+        self._wish, self._until = StopRequest(), inf
         self._logs = make_folder(Path(join.folder) / "logs")
         self._log = self._logs / f"ranks-{join.host}.err"
         self._stderr: dict[str, Path] = {}  # by the name of each rank that has not ended
@@ -169,19 +169,19 @@ class Agent:
         self.again = False
         # By interpreter; "" is this process's. Its imports begin before the first rank is asked for.
         if early is None or early.child.poll() is not None:  # the new child will end for the same reason, and log it
-            early = Forks.begin(worker, join.run, self._log)
+            early = ForkServer.begin(worker, join.run, self._log)
         self._forks = {"": self._opened(early)}
         self._worker = tuple(worker)
 
-    def _opened(self, forks: Forks) -> Forks:
-        """Tell a child that forks ranks about the run, and listen to it from now on."""
-        log = "" if forks.memory is None else str(self._log)
+    def _opened(self, fork_server: ForkServer) -> ForkServer:
+        """Tell a child that fork_server ranks about the run, and listen to it from now on."""
+        log = "" if fork_server.memory is None else str(self._log)
         with suppress(ConnectionError):  # `_tell_ended` finds that the child has ended
-            forks.door.send(json.dumps([self._join.folder, self._join.modules, log]).encode())
+            fork_server.control.send(json.dumps([self._join.folder, self._join.modules, log]).encode())
         # `_hear` reads until nothing is left, and must not delay the next heartbeat.
-        forks.door.setblocking(False)
-        self._client.watch(forks.door.fileno())
-        return forks
+        fork_server.control.setblocking(False)
+        self._client.watch(fork_server.control.fileno())
+        return fork_server
 
     def hear(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal. Raises _Ended if it ends the agent at once."""
@@ -232,16 +232,16 @@ class Agent:
             self._client.send(Note("error", f"the agent of host {self._join.host} was {by}, and with it its ranks"))
             raise
         finally:
-            for forks in self._forks.values():
-                forks.door.shutdown(socket.SHUT_WR)  # the child then kills its remaining ranks
+            for fork_server in self._forks.values():
+                fork_server.control.shutdown(socket.SHUT_WR)  # the child then kills its remaining ranks
             self._await_ends(LAST_S)
-            for forks in self._forks.values():
-                kill(forks.child)
+            for fork_server in self._forks.values():
+                kill(fork_server.child)
                 with suppress(subprocess.TimeoutExpired):  # blocked on a disk; it ends when the disk answers
-                    forks.child.wait(timeout=LAST_S)
+                    fork_server.child.wait(timeout=LAST_S)
             self._tell_ended()
-            for forks in self._forks.values():
-                forks.close()
+            for fork_server in self._forks.values():
+                fork_server.close()
             sweep(None, folders)
             self._client.close()
             if self._relay is not None:
@@ -293,7 +293,7 @@ class Agent:
                     self._hear(before)
                     self._forks.pop(launch.python).close()
                 worker = borrowed(WORKER_MODULE) if launch.python else self._worker
-                begun = Forks.begin(worker, self._join.run, self._log, launch.python)
+                begun = ForkServer.begin(worker, self._join.run, self._log, launch.python)
                 self._forks[launch.python] = self._opened(begun)
             except OSError as error:
                 what, given = f"pools.{pool_of(launch.replica)}.python", f"{launch.python!r} ({error.strerror})"
@@ -302,17 +302,17 @@ class Agent:
                     file.write(f"{what}: given {given} on host {self._join.host}, {needed}\n")
                 self._exited(name, 0, 1)
                 return
-        forks = self._forks[launch.python]
-        forks.ranks.add(name)
+        fork_server = self._forks[launch.python]
+        fork_server.ranks.add(name)
         with suppress(ConnectionError):  # `_tell_ended` finds that the child has ended
-            forks.door.send(json.dumps([name, environment, str(stdout), str(stderr)]).encode())
+            fork_server.control.send(json.dumps([name, environment, str(stdout), str(stderr)]).encode())
 
     def _kill(self, name: str) -> None:
         """Kill a rank, if it has not ended. Its end is reported like any other."""
-        for forks in self._forks.values():
-            if name in forks.ranks:
+        for fork_server in self._forks.values():
+            if name in fork_server.ranks:
                 with suppress(ConnectionError):
-                    forks.door.send(json.dumps([name]).encode())
+                    fork_server.control.send(json.dumps([name]).encode())
 
     def _await_ends(self, seconds: float) -> None:
         """Report ranks that end, until all have ended or `seconds` are over. Time in which the whole machine was
@@ -326,34 +326,34 @@ class Agent:
 
     def _tell_ended(self) -> None:
         """Tell the controller which ranks have ended since the last call, and which will never begin."""
-        for forks in self._forks.values():
-            self._hear(forks)
+        for fork_server in self._forks.values():
+            self._hear(fork_server)
 
-    def _hear(self, forks: Forks) -> None:
+    def _hear(self, fork_server: ForkServer) -> None:
         """Report the ends that a child has told of; once the child has ended, also those of its remaining ranks."""
         packet = b"more"
         while packet:
             try:
-                packet = forks.door.recv(PACKET_BYTES)
+                packet = fork_server.control.recv(PACKET_BYTES)
             except BlockingIOError:
                 return
             except ConnectionError:  # the child ended with unread orders; the packets that it sent are read next
                 continue
             if packet:
                 name, pid, status = json.loads(packet)
-                forks.ranks.discard(name)
+                fork_server.ranks.discard(name)
                 self._exited(name, pid, status)
-        self._client.unwatch(forks.door.fileno())  # a closed socket stays readable and would wake every wait
-        if forks.ranks:
-            status = forks.child.wait(timeout=LAST_S)
-            if forks.memory is not None:  # output that it did not copy into the log before it ended
+        self._client.unwatch(fork_server.control.fileno())  # a closed socket stays readable and would wake every wait
+        if fork_server.ranks:
+            status = fork_server.child.wait(timeout=LAST_S)
+            if fork_server.memory is not None:  # output that it did not copy into the log before it ended
                 with os.fdopen(open_append(self._log), "ab") as log:
-                    log.write(taken(forks.memory))
-            for name in sorted(forks.ranks):
-                self._exited(name, forks.child.pid, status, forks=True)
-            forks.ranks.clear()
+                    log.write(taken(fork_server.memory))
+            for name in sorted(fork_server.ranks):
+                self._exited(name, fork_server.child.pid, status, fork_server=True)
+            fork_server.ranks.clear()
 
-    def _exited(self, name: str, pid: int, status: int, forks: bool = False) -> None:
+    def _exited(self, name: str, pid: int, status: int, fork_server: bool = False) -> None:
         """Report a rank's end. `status` is negative for a signal. `forks`: pid and status are those of the child that
         forked the rank."""
         replica, _, rank = name.rpartition(".")
@@ -369,7 +369,7 @@ class Agent:
             )
         if self._relay is not None:
             self._relay.end(rank_peer(replica, int(rank)))
-        self._say(Exited(replica, int(rank), pid, max(0, status), max(0, -status), last_lines, forks))
+        self._say(Exited(replica, int(rank), pid, max(0, status), max(0, -status), last_lines, fork_server))
 
 
 def _bound_logs(stderr: Path) -> None:
@@ -378,16 +378,18 @@ def _bound_logs(stderr: Path) -> None:
         keep_newest(log, LOG_BYTES)
 
 
-def serve(join_file: Path, folder: Path | None = None, grace: float | None = None, early: Forks | None = None) -> int:
+def serve(
+    join_file: Path, folder: Path | None = None, grace: float | None = None, early: ForkServer | None = None
+) -> int:
     """Be the agent of this host until the run is over, and return the exit status. `folder` is the run folder here, if
     its path differs from the launcher's; it is created if needed. `grace` is this host's, if it is not the run's.
-    `early` is a child that forks ranks and is running already.
+    `early` is a child that fork_server ranks and is running already.
     """
     return serve_once(join_file, folder, grace, early)[0]
 
 
 def serve_once(
-    join_file: Path, folder: Path | None = None, grace: float | None = None, early: Forks | None = None
+    join_file: Path, folder: Path | None = None, grace: float | None = None, early: ForkServer | None = None
 ) -> tuple[int, bool]:
     """As `serve`; also return whether the run is about to resume by itself from its last checkpoint."""
     join = Join.read(join_file)
@@ -425,7 +427,7 @@ class _Ended(SystemExit):
 def main() -> None:
     die_with_parent()
     if sys.argv[1:2] == [EARLY]:
-        early = Forks.begin((*WORKER, *sys.argv[1:]), os.environ[RUN], None, asks=int(sys.argv[2]))
+        early = ForkServer.begin((*WORKER, *sys.argv[1:]), os.environ[RUN], None, asks=int(sys.argv[2]))
         sys.exit(serve(Path(awaited()), early=early))
     if len(sys.argv) != 2:
         sys.exit("usage: python -m penstock.runtime.control.agent JOIN_FILE (started by `penstock`)")

@@ -49,8 +49,8 @@ from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.rendezvous import Board
 from penstock.runtime.control.run import Session
 from penstock.runtime.control.run_config import RunConfig
-from penstock.runtime.control.security import Door
-from penstock.runtime.control.signals import DONE, FAILED, INTERRUPTED, PREEMPTED, leave_end_to_parent
+from penstock.runtime.control.security import ServerKeys
+from penstock.runtime.control.signals import DONE, FAILED, INTERRUPTED, PREEMPTED, ignore_stop_signals
 from penstock.runtime.control.sockets import Server, connections
 from penstock.runtime.record.checkpoints import SavedCheckpoint, latest_checkpoint
 from penstock.runtime.record.errors import RecordError
@@ -96,7 +96,7 @@ class Controller:
         self._begun: set[tuple[str, int]] = set()  # ranks that an agent was told to start and has not reported as ended
         self._starts: Counter[str] = Counter()  # of each replica
         # Failures that a lost rank may have caused: when each was reported, `held_up` at that time, peer and result.
-        self._doubted: list[tuple[float, float, str, Result]] = []
+        self._held_failures: list[tuple[float, float, str, Result]] = []
         self._config = json.dumps(config.to_json())
         self._unlisted, self._listed_at = False, -inf  # has a rank come since processes.json was written, and when
         self._told = (0, 0.0)  # frames dropped up to the last note about them, and its time
@@ -169,7 +169,7 @@ class Controller:
         for peer, message in heard:
             self._hear(peer, message)
         now = monotonic()
-        self._believe(now)
+        self._handle_held_failures(now)
         late = [peer for peer in self.server.late(now) if not self._do_without(peer, "it sends no heartbeat")]
         if late:
             names = ", ".join(map(self._spelled, late))
@@ -204,8 +204,8 @@ class Controller:
         match message:
             case Results(results):  # first: most messages are of this kind
                 for result in results:
-                    if isinstance(result.event, (Failed, Abort)) and self._is_doubted(peer):
-                        self._doubted.append((monotonic(), self.session.held_up, peer, result))
+                    if isinstance(result.event, (Failed, Abort)) and self._must_hold(peer):
+                        self._held_failures.append((monotonic(), self.session.held_up, peer, result))
                     else:
                         self._answer(peer, result)
             case SendFailed(replica, life, error):
@@ -430,7 +430,7 @@ class Controller:
 
     # Failures that may be another's -----------------------------------------------------------------------
 
-    def _is_doubted(self, peer: str) -> bool:
+    def _must_hold(self, peer: str) -> bool:
         """True if a failure of this rank may follow from the loss of another rank of its replica."""
         replica = peer.rpartition(":")[0]
         return replica in self.elastic and len(self.peers[replica]) > 1
@@ -448,10 +448,10 @@ class Controller:
             except UnawaitedError as error:  # the answer changes nothing
                 self.server.drop("unawaited", peer, str(error))
 
-    def _believe(self, now: float) -> None:
+    def _handle_held_failures(self, now: float) -> None:
         """Handle each doubted failure once it is clear that no other rank of its replica is gone. Discard the failures
         of lost replicas."""
-        waiting, self._doubted = self._doubted, []
+        waiting, self._held_failures = self._held_failures, []
         held_up = self.server.tracker.held_up(now)
         for since, before, peer, result in waiting:
             replica = peer.rpartition(":")[0]
@@ -463,7 +463,7 @@ class Controller:
             if waited > DOUBT_S or (waited > HELD_S and heard):
                 self._answer(peer, result)
             else:
-                self._doubted.append((since, before, peer, result))
+                self._held_failures.append((since, before, peer, result))
 
     def _ranks_of(self, host: str) -> str:
         return ", ".join(f"{r} rank {i}" for (r, i), rank in self.ranks.items() if rank.host == host) or "no rank"
@@ -568,13 +568,13 @@ def _control(folder: RunFolder, config: RunConfig, server: Server) -> int:
 
 def main() -> None:
     die_with_parent()
-    leave_end_to_parent()
+    ignore_stop_signals()
     files = raise_descriptors()
     folder = RunFolder.open(awaited() if sys.argv[1] == EARLY else sys.argv[1])
     config = RunConfig.load(folder)
     ranks = {rank_peer(r.name, i): rank.host for r in config.plan.replicas for i, rank in enumerate(r.ranks)}
-    door = Door.read(folder.path / "keys" / "controller.json")
-    if 0 < files < (needed := 3 * connections(ranks, door.endpoint)):  # a listener lets so many in at once
+    server_keys = ServerKeys.read(folder.path / "keys" / "controller.json")
+    if 0 < files < (needed := 3 * connections(ranks, server_keys.endpoint)):  # a listener lets so many in at once
         text = (
             f"the controller may open {files} files on {os.uname().nodename}, needed {needed} for {len(ranks)} ranks: "
             f"a hard limit (ulimit -Hn) that its administrator sets, by LimitNOFILE of slurmd or of another service, "
@@ -583,7 +583,7 @@ def main() -> None:
         say(Failure(FailureCode.CONTROLLER, text).line())
         sys.exit(FAILED)
     try:
-        server = Server(door, ranks)
+        server = Server(server_keys, ranks)
     except WireError as error:
         say(Failure(FailureCode.CONTROLLER, str(error.strerror)).line())
         sys.exit(FAILED)

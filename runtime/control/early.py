@@ -37,7 +37,7 @@ class Early:
         self._children: dict[tuple[str, ...], Child] = {}
         self._launched = False
         # The socket to the process that forks ranks, which answers one request before it is told of a run.
-        self._door: socket.socket | None = None
+        self._control: socket.socket | None = None
 
     def begin(
         self, modules: Sequence[str], agent: Sequence[str] = AGENT, controller: Sequence[str] = CONTROLLER
@@ -45,7 +45,7 @@ class Early:
         """Start `python CONTROLLER… --early` and `python AGENT… --early SOCKET MODULE…`. The agent's child that forks
         ranks imports the modules and then listens at the socket. If a process cannot be started, the run will say so.
         """
-        self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._begin(agent, str(theirs.fileno()), *modules, passed=[theirs.fileno()])
         self._begin(controller, report=True)
@@ -63,20 +63,20 @@ class Early:
             )
         os.close(stderr)
 
-    def ask(self, function: str, words: Sequence[str], paper: int) -> Callable[[float], int | None]:
-        """Fork a process that calls `function(*words, paper)` on behalf of this one (`ask_to_fork`). Return a function
+    def ask(self, function: str, words: Sequence[str], memfd: int) -> Callable[[float], int | None]:
+        """Fork a process that calls `function(*words, memfd)` on behalf of this one (`ask_to_fork`). Return a function
         that waits for it for the given seconds, and returns its exit status, or None if nothing could be forked; it
         raises TimeoutError. The process ends with `close`."""
-        assert self._door is not None, "nothing has begun"
-        door = self._door
+        assert self._control is not None, "nothing has begun"
+        control = self._control
         with suppress(ConnectionError):  # `answer` finds that the other side has ended
-            ask_to_fork(door, function, words, paper)
+            ask_to_fork(control, function, words, memfd)
 
         def answer(seconds: float) -> int | None:
-            if not select.select([door], [], [], seconds)[0]:
+            if not select.select([control], [], [], seconds)[0]:
                 raise TimeoutError
-            with suppress(ConnectionError), door:
-                if said := door.recv(PACKET_BYTES):
+            with suppress(ConnectionError), control:
+                if said := control.recv(PACKET_BYTES):
                     return int(json.loads(said))
             return None
 
@@ -101,8 +101,8 @@ class Early:
     def close(self) -> None:
         """End the processes that were not taken. If no run was launched, also end their children, and a process that
         was only just started."""
-        if self._door is not None:
-            self._door.close()
+        if self._control is not None:
+            self._control.close()
         while self._children:
             _end(self._children.popitem()[1])
         if not self._launched:

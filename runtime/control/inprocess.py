@@ -23,7 +23,7 @@ from penstock.runtime.control.rank_state import HeldValues, Key
 from penstock.runtime.control.recorder import RunRecorder, Say, tell_node_warnings
 from penstock.runtime.control.run import Session
 from penstock.runtime.control.run_config import RunConfig
-from penstock.runtime.control.signals import PREEMPTED, Preempted, Wish, interrupt, on_stop, unheard
+from penstock.runtime.control.signals import PREEMPTED, Preempted, StopRequest, interrupt, on_stop, output_fault
 from penstock.runtime.control.weight_channels import LocalChannels
 from penstock.runtime.record.checkpoints import UnreadableError, latest_checkpoint, sweep_checkpoints
 from penstock.runtime.record.errors import RecordError
@@ -37,7 +37,7 @@ class InProcess:
         if config.flags.deterministic:
             be_deterministic()
         self.session = session
-        self.wish = Wish(handed_on=True)
+        self.stop_request = StopRequest(handed_on=True)
         self._asked = False
         # One store for all: otherwise executors would need references to each other's values.
         self.values: dict[Key, Any] = {}
@@ -58,10 +58,10 @@ class InProcess:
             for result in self._work(pending):
                 self.session.answer(result, monotonic())
                 self._queue(pending)
-            if self.wish.status and not self._asked:
-                self._asked, closed = True, unheard(self.wish)
-                if self.wish.status == PREEMPTED and not closed:
-                    self.session.preempt(monotonic(), f"preempted ({signal_name(self.wish.number)})", inf)
+            if self.stop_request.status and not self._asked:
+                self._asked, closed = True, output_fault(self.stop_request)
+                if self.stop_request.status == PREEMPTED and not closed:
+                    self.session.preempt(monotonic(), f"preempted ({signal_name(self.stop_request.number)})", inf)
                 else:
                     self.session.stop(monotonic(), closed)
                 self._queue(pending)
@@ -72,8 +72,8 @@ class InProcess:
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal. The first one asks for a checkpoint and the end, and never interrupts a node; a second one
         interrupts at once."""
-        self.wish.hear(number)
-        if self.wish.at_once:
+        self.stop_request.hear(number)
+        if self.stop_request.at_once:
             interrupt(number, frame)
 
     def _queue(self, pending: deque[tuple[Executor, Order]]) -> None:
@@ -118,8 +118,8 @@ def run_in_process(folder: RunFolder, say: Say) -> str:
             folder.write_json("processes.json", {"controller": os.getpid(), "pools": {}})
             with on_stop(driver.interrupt):
                 status = driver.run()
-    except KeyboardInterrupt as wish:
-        who = "an engine" if isinstance(wish, Preempted) else "the user"
+    except KeyboardInterrupt as stop_request:
+        who = "an engine" if isinstance(stop_request, Preempted) else "the user"
         text = f"stopped at once by {who}, without a checkpoint"
         session.fail(Failure(FailureCode.INTERRUPTED, text), monotonic())
         session.decide(monotonic())

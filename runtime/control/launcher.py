@@ -1,7 +1,7 @@
 """The launcher: parent of a run's controller and of its local agents. It cleans up at the end.
 
 It starts `python -m penstock.runtime.control.controller RUN_FOLDER`, which
-- calls `die_with_parent()` first, and listens with `Server(Door.read(folder / "keys" / "controller.json"))`;
+- calls `die_with_parent()` first, and listens with `Server(ServerKeys.read(folder / "keys" / "controller.json"))`;
 - writes `{"kind": "listening", "endpoint": server.endpoint}` to stdout, and other JSON objects for the display, one per
   line, each flushed;
 - reads lines from stdin: `stop WHY` (checkpoint and end; without WHY the user asked for it), `preempt WHY` (the same
@@ -14,9 +14,9 @@ The controller and the first local agent may have been started before the run (`
 Then come the agents, one per host of the cluster: children of this process, agents that the user starts with a join
 file, or agents that `starter` has started and that enrol at the `desk`. Every child has a session of its own, so that
 Ctrl-C reaches only the launcher. The first signal asks the controller to stop within `grace` seconds; a second Ctrl-C
-or SIGTERM ends everything at once (`signals.Wish`). If the user asked, the launcher waits for a checkpoint that is
-still being written after `grace`. If a cluster manager asked, it does not, since that would kill it. A display that can
-no longer be written to counts as the user's wish to stop.
+or SIGTERM ends everything at once (`signals.StopRequest`). If the user asked, the launcher waits for a checkpoint that
+is still being written after `grace`. If a cluster manager asked, it does not, since that would kill it. A display that
+can no longer be written to counts as the user's wish to stop.
 """
 
 import os
@@ -48,10 +48,10 @@ from penstock.runtime.control.signals import (
     FAILED,
     INTERRUPTED,
     PREEMPTED,
-    Wish,
+    StopRequest,
     on_stop,
-    unheard,
-    while_heard,
+    output_fault,
+    stop_if_output_closes,
 )
 from penstock.runtime.control.silence import AwakeClock
 from penstock.runtime.record.checkpoints import newest_usable, sweep_checkpoints
@@ -97,7 +97,8 @@ class Launcher:
     OSError that it raises counts as a wish to stop. `grace` is the seconds from a wish to stop to the end of
     everything, `deadline` the seconds for which a controller may be silent. `starter` starts agents that are not local,
     and they enrol at the `desk`, if there is one. `early` has processes of this run that were started before. `again`:
-    a run that fails by the loss of a process is restarted automatically. `wish` has what signals have asked for so far.
+    a run that fails by the loss of a process is restarted automatically. `stop_request` has what signals have asked for
+    so far.
     """
 
     def __init__(
@@ -117,12 +118,12 @@ class Launcher:
         starter: Agents | None = None,
         early: Early | None = None,
         again: bool = False,
-        wish: Wish | None = None,
+        stop_request: StopRequest | None = None,
     ) -> None:
         self.desk, self.starter, self.early = desk, starter, early
         self.folder, self.run_id, self.cluster = folder.absolute(), run, cluster
-        self.grace, self.deadline, self.wish = grace, deadline, wish or Wish()
-        self.tell = while_heard(tell, self.wish.ask)
+        self.grace, self.deadline, self.stop_request = grace, deadline, stop_request or StopRequest()
+        self.tell = stop_if_output_closes(tell, self.stop_request.ask)
         self.environment = dict(environment or {})
         self.controller, self.agent, self.modules = tuple(controller), tuple(agent), tuple(modules)
         self.again = again
@@ -144,7 +145,7 @@ class Launcher:
             sweep(None, (SHM, self.folder))  # left by runs whose launcher was killed
             _clear(self.folder)
             try:
-                self.keys.door.write(self.folder / "keys" / "controller.json")
+                self.keys.server.write(self.folder / "keys" / "controller.json")
                 make_folder(self.folder / "logs")
             except OSError as error:
                 raise disk_fault(self.folder, error) from error
@@ -156,7 +157,7 @@ class Launcher:
             return self._status(controller)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self.wish.hear(number)
+        self.stop_request.hear(number)
 
     def _start(self, command: Sequence[str], name: str, argument: str, *, report: bool = False) -> Child:
         pipe, path = subprocess.PIPE if report else subprocess.DEVNULL, self.folder / "logs" / f"{name}.err"
@@ -184,10 +185,10 @@ class Launcher:
             with suppress(Empty):
                 line = lines.get(timeout=LAST_LINE_S if ended and not closed else _TICK)
             closed = closed or line is None
-            if self.wish.status and not asked:  # check before each line: showing one may take long
+            if self.stop_request.status and not asked:  # check before each line: showing one may take long
                 asked = True
                 self._ask_to_stop(controller)
-            if self.wish.at_once:
+            if self.stop_request.at_once:
                 self._deadline = 0.0
             now = clock.counted(monotonic())
             if line:
@@ -232,12 +233,12 @@ class Launcher:
         elif message.get("kind") == "listening":
             self._start_agents(str(message["endpoint"]))
         elif message.get("kind") == "without":  # the run goes on without a host whose agent has died
-            self._deadline = self._deadline if self.wish.status else inf
+            self._deadline = self._deadline if self.stop_request.status else inf
         elif message.get("kind") == "gone":  # the same, but the controller noticed the death first
             if self.desk is not None:
                 self.desk.vacate(str(message["host"]), int(str(message["life"])))
         else:
-            if message.get("kind") == "writing" and self.wish.status == INTERRUPTED:
+            if message.get("kind") == "writing" and self.stop_request.status == INTERRUPTED:
                 self._deadline = monotonic() + float(str(message["seconds"])) + self.grace
             self._explained = self._explained or message.get("kind") == "error"
             if message.get("kind") in ("stage", "status"):
@@ -272,8 +273,10 @@ class Launcher:
 
     def _ask_to_stop(self, controller: Child) -> None:
         self._deadline = monotonic() + self.grace
-        engine = self.wish.status == PREEMPTED
-        word, why = ("preempt", signal_name(self.wish.number)) if engine else ("stop", unheard(self.wish))
+        engine = self.stop_request.status == PREEMPTED
+        word, why = (
+            ("preempt", signal_name(self.stop_request.number)) if engine else ("stop", output_fault(self.stop_request))
+        )
         _say(controller, f"{word} {why}".rstrip())
         saved, _ = newest_usable(RunFolder(self.folder))
         held = f"the last checkpoint is that of update {saved.update}" if saved else "there is no checkpoint yet"
@@ -318,8 +321,8 @@ class Launcher:
         """The run's exit status. If the controller did not say why it ended, report its end."""
         if controller.returncode in (DONE, PREEMPTED, INTERRUPTED):
             return controller.returncode
-        if self.wish.status and controller.returncode != FAILED:
-            return self.wish.status
+        if self.stop_request.status and controller.returncode != FAILED:
+            return self.stop_request.status
         if controller.returncode != FAILED or not self._explained:
             said = tail(self.folder / "logs" / "controller.err")
             how = self._silent or f"the controller (pid {controller.pid}) ended: {describe_exit(controller)}"
@@ -340,7 +343,7 @@ class Launcher:
         clock, agents = AwakeClock(), self.agents.values()
         until = clock.counted(monotonic()) + LEAVE_S
         # After a second Ctrl-C, do not wait for goodbyes.
-        while any(agent.poll() is None for agent in agents) and not self.wish.at_once:
+        while any(agent.poll() is None for agent in agents) and not self.stop_request.at_once:
             if clock.counted(monotonic()) > until or monotonic() > self._deadline:
                 break
             sleep(0.01)
@@ -353,11 +356,11 @@ class Launcher:
         left = sweep_processes(self.run_id)
         sweep(self.run_id, (SHM, folder.held))
         given = {host: max(1, self.desk.given(host) if self.desk else 1) for host in self.keys.hosts}
-        doors = [self.keys.door.endpoint]
+        endpoints = [self.keys.server.endpoint]
         with suppress(PrivateFolderError):  # then no agent had a socket there
             for host, lives in given.items():
-                doors += [relay_endpoint(folder.path, host, self.run_id, life) for life in range(lives)]
-        for file in filter(None, map(socket_file, doors)):
+                endpoints += [relay_endpoint(folder.path, host, self.run_id, life) for life in range(lives)]
+        for file in filter(None, map(socket_file, endpoints)):
             (folder.held / file.name if file.parent == folder.path else file).unlink(missing_ok=True)
         _clear(folder.held)
         if left:

@@ -235,8 +235,8 @@ def serve_forks(main: Callable[[], None], preload: Sequence[str] = (), asks: int
     if asks is not None:
         with socket.socket(fileno=asks) as asked:
             _fork_asked(asked)
-    with socket.socket(fileno=os.dup(0)) as door:
-        if not (opening := _order(door)):  # there is no run
+    with socket.socket(fileno=os.dup(0)) as control:
+        if not (opening := _order(control)):  # there is no run
             return
     os.environ[FOLDER], modules, log = json.loads(opening)
     if log:
@@ -251,8 +251,8 @@ def serve_forks(main: Callable[[], None], preload: Sequence[str] = (), asks: int
     gc.enable()
     ranks: dict[int, tuple[str, int]] = {}  # name and pid by pidfd
     poller, listens = select.poll(), True
-    with socket.socket(fileno=os.dup(0)) as door:
-        poller.register(door, select.POLLIN)
+    with socket.socket(fileno=os.dup(0)) as control:
+        poller.register(control, select.POLLIN)
         while listens or ranks:
             for descriptor, _ in poller.poll():
                 if descriptor in ranks:
@@ -261,8 +261,8 @@ def serve_forks(main: Callable[[], None], preload: Sequence[str] = (), asks: int
                     os.close(descriptor)
                     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                     with suppress(ConnectionError):  # the agent is gone
-                        door.send(json.dumps([name, pid, status]).encode())
-                elif packet := _order(door):
+                        control.send(json.dumps([name, pid, status]).encode())
+                elif packet := _order(control):
                     name, *launch = json.loads(packet)
                     if not launch:
                         for own, pid in ranks.values():
@@ -275,10 +275,10 @@ def serve_forks(main: Callable[[], None], preload: Sequence[str] = (), asks: int
                         pid = fork_leaving_end()
                     except OSError:  # no memory, or too many processes: the agent reports this traceback
                         traceback.print_exc()
-                        door.send(json.dumps([name, 0, 1]).encode())
+                        control.send(json.dumps([name, 0, 1]).encode())
                         continue
                     if pid == 0:
-                        for inherited in (door.detach(), *ranks):
+                        for inherited in (control.detach(), *ranks):
                             os.close(inherited)
                         whole = {**os.environ, **environment, PARENT: str(parent)}
                         _become(name, _opened(outputs), whole, parent, main)
@@ -286,7 +286,7 @@ def serve_forks(main: Callable[[], None], preload: Sequence[str] = (), asks: int
                     ranks[pidfd] = name, pid
                     poller.register(pidfd, select.POLLIN)
                 else:
-                    poller.unregister(door)
+                    poller.unregister(control)
                     listens = False
                     for _, pid in ranks.values():
                         kill_session(pid)
@@ -294,31 +294,31 @@ def serve_forks(main: Callable[[], None], preload: Sequence[str] = (), asks: int
     sweep(None, (SHM, Path(os.environ[FOLDER])))
 
 
-def _order(door: socket.socket) -> bytes:
+def _order(control: socket.socket) -> bytes:
     """The next packet; b"" if there will be none."""
     try:
-        return door.recv(PACKET_BYTES)
+        return control.recv(PACKET_BYTES)
     except ConnectionError:  # the other side closed with unread packets
         return b""
 
 
-def ask_to_fork(door: socket.socket, function: str, words: Sequence[str], paper: int) -> None:
-    """Ask the process at the other end of a socket to fork one that calls `function(*words, paper)` with this process's
-    standard streams, environment, and file `paper`. It answers with the exit status when that process has ended."""
+def ask_to_fork(control: socket.socket, function: str, words: Sequence[str], memfd: int) -> None:
+    """Ask the process at the other end of a socket to fork one that calls `function(*words, memfd)` with this process's
+    standard streams, environment, and file `memfd`. It answers with the exit status when that process has ended."""
     with os.fdopen(os.memfd_create("asked"), "w") as order:
         json.dump([function, *words], order)
         order.write("\n")
         json.dump(dict(os.environ), order)  # it may be larger than a packet
         order.flush()
-        socket.send_fds(door, [b"asked"], [0, 1, 2, paper, order.fileno()])
+        socket.send_fds(control, [b"asked"], [0, 1, 2, memfd, order.fileno()])
 
 
-def _fork_asked(door: socket.socket) -> None:
+def _fork_asked(control: socket.socket) -> None:
     """Fork the process that `ask_to_fork` asks for, once, and answer; nothing if the other side closes the socket."""
-    passed = socket.recv_fds(door, 8, 5)[1]
+    passed = socket.recv_fds(control, 8, 5)[1]
     if not passed:
         return
-    *streams, paper, order = passed
+    *streams, memfd, order = passed
     with os.fdopen(order) as file:
         file.seek(0)
         function, *words = json.loads(file.readline())
@@ -328,17 +328,17 @@ def _fork_asked(door: socket.socket) -> None:
     with suppress(OSError):  # no memory, or too many processes: the other side finds the socket closed
         pid = os.fork()
     if pid == 0:
-        door.close()
+        control.close()
         gc.freeze()
         gc.enable()
-        _become("trace", streams, environment, parent, lambda: _call(function, *words, str(paper)))
-    for descriptor in (*streams, paper):
+        _become("trace", streams, environment, parent, lambda: _call(function, *words, str(memfd)))
+    for descriptor in (*streams, memfd):
         os.close(descriptor)
     if pid is not None:
         # There is nothing else to do meanwhile.
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with suppress(ConnectionError):  # the other side does not wait any more
-            door.send(json.dumps(status).encode())
+            control.send(json.dumps(status).encode())
 
 
 def _call(function: str, *words: str) -> None:

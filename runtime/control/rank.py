@@ -25,7 +25,7 @@ from penstock.runtime.control.executor import Executor, be_deterministic
 from penstock.runtime.control.messages import Count, Look, Note, Post
 from penstock.runtime.control.rank_state import HeldValues
 from penstock.runtime.control.recorder import tell_node_warnings
-from penstock.runtime.control.rendezvous import Pulse
+from penstock.runtime.control.rendezvous import HeartbeatThread
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.security import Join
 from penstock.runtime.control.sockets import SILENCE
@@ -54,7 +54,7 @@ class RendezvousStore(C10dStore):
     timeout: timedelta
     """Set by torch; missing in its stubs."""
 
-    def __init__(self, pulse: Pulse) -> None:
+    def __init__(self, pulse: HeartbeatThread) -> None:
         super().__init__()
         self._pulse = pulse
 
@@ -146,7 +146,7 @@ class RankRuntime:
         index: int,
         restore: Sequence[str],
         join: Join,
-        pulse: Pulse,
+        pulse: HeartbeatThread,
         wake: Callable[[], None],
         life: int,
         start: int,

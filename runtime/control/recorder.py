@@ -23,8 +23,8 @@ from penstock.runtime.record.checkpoints import (
     all_checkpoints,
     begin_checkpoint,
     complete_checkpoint,
-    discount,
     read_best,
+    retire,
     surplus,
 )
 from penstock.runtime.record.event_log import LogWriter
@@ -317,7 +317,7 @@ class RunRecorder:
     def _prune(self) -> None:
         """Remove checkpoints that neither `--keep` nor `--keep-best` keeps."""
         flags, saved = self.config.flags, all_checkpoints(self.folder)
-        gone = discount(self.folder, self.config.run, surplus(saved, flags.keep, flags.keep_best))
+        gone = retire(self.folder, self.config.run, surplus(saved, flags.keep, flags.keep_best))
         self.kept = tuple(one.written for one in saved if one.folder not in gone)
         for path in gone.values():
             # In the background: files of many GB take long. The run's end does not wait; leftovers are swept later.

@@ -36,7 +36,7 @@ from penstock.runtime.control.messages import (
     rank_peer,
 )
 from penstock.runtime.control.rendezvous import INTERVAL
-from penstock.runtime.control.security import Door, Join
+from penstock.runtime.control.security import Join, ServerKeys
 from penstock.runtime.control.sockets import SILENCE, Server
 from penstock.runtime.schedule.events import Abort, Copied, Done, Event, Failed, Saved, first_answer
 
@@ -82,7 +82,7 @@ class Relay:
 
     def _listening(self, join: Join, silence: float, *, aside: bool = False) -> Server:
         endpoint = relay_endpoint(Path(join.folder), join.host, join.run, join.life, aside=aside)
-        return Server(Door(join.run, endpoint, join.token), self._ranks, silence)
+        return Server(ServerKeys(join.run, endpoint, join.token), self._ranks, silence)
 
     def begin(self, peer: str) -> None:
         """A rank with this peer name is about to be started."""

@@ -5,9 +5,9 @@ It replaces torch's TCPStore, which listens on all interfaces without authentica
 share. Its content stays for the run: some hundred bytes for each rank of a group. What a peer may store and ask for is
 limited, and it may not change another peer's values. Pure.
 
-`Pulse` is a rank's thread that sends heartbeats, and questions that must not wait for the main thread. It has a socket
-of its own and starts before anything heavy is imported, so that a rank that imports for seconds is not taken for dead.
-It does not notice a main thread that hangs: firings have deadlines for that.
+`HeartbeatThread` is a rank's thread that sends heartbeats, and questions that must not wait for the main thread. It has
+a socket of its own and starts before anything heavy is imported, so that a rank that imports for seconds is not taken
+for dead. It does not notice a main thread that hangs: firings have deadlines for that.
 """
 
 import threading
@@ -170,7 +170,7 @@ def _next(now: float, interval: float) -> float:
     return (now // interval + 1) * interval
 
 
-class Pulse:
+class HeartbeatThread:
     """Sends a rank's heartbeats from its own thread until `stop`, and asks the controller's board for any thread of the
     rank. `doing` returns what the main thread is working on; `held_up` is the controller's, as of its last answer.
     """
@@ -189,7 +189,7 @@ class Pulse:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
-    def start(self) -> "Pulse":
+    def start(self) -> "HeartbeatThread":
         self._thread.start()
         return self
 

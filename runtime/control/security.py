@@ -1,6 +1,6 @@
 """The secrets of one run: a token and CURVE key pairs, made by the launcher, kept in files of mode 0600.
 
-The controller listens with `keys/controller.json` (a `Door`). The agent and the ranks of a host connect with
+The controller listens with `keys/controller.json` (a `ServerKeys`). The agent and the ranks of a host connect with
 `keys/<host>.json` (a `Join`), to the controller and to the ranks of other hosts. Agents that are not known beforehand
 get their `Join` at the launcher's desk, for a `Ticket`. No secret is ever an argument of a process.
 """
@@ -75,7 +75,7 @@ class _Secrets:
 
 
 @dataclass(frozen=True, slots=True)
-class Door(_Secrets):
+class ServerKeys(_Secrets):
     """What a controller listens with. `allowed` has each host's name and public key; on ipc there are no keys."""
 
     needed: ClassVar[str] = "what the launcher wrote for the controller"
@@ -154,7 +154,7 @@ class DeskKeys(_Secrets):
 class Keys:
     """All of a run's secrets, in the launcher's memory until they are written."""
 
-    door: Door
+    server: ServerKeys
     hosts: dict[str, KeyPair]
 
     @staticmethod
@@ -164,7 +164,7 @@ class Keys:
         pairs = {name: nothing if unix and len(names) == 1 else KeyPair.make() for name in names}
         server, allowed = nothing if unix else KeyPair.make(), {name: pair.public for name, pair in pairs.items()}
         token = secrets.token_hex(16)
-        return Keys(Door(run, endpoint, token, server.public, server.secret, {} if unix else allowed), pairs)
+        return Keys(ServerKeys(run, endpoint, token, server.public, server.secret, {} if unix else allowed), pairs)
 
     def join(
         self,
@@ -177,7 +177,16 @@ class Keys:
         again: bool = False,
     ) -> Join:
         """The `Join` of a host. `endpoint` is where the controller listens, with the port that the system chose."""
-        door, pair = self.door, self.hosts[host]
+        server_keys, pair = self.server, self.hosts[host]
         publics = {name: other.public for name, other in self.hosts.items() if other.public}
-        join = Join(door.run, endpoint, door.token, host, str(folder), door.public, pair.public, pair.secret)
+        join = Join(
+            server_keys.run,
+            endpoint,
+            server_keys.token,
+            host,
+            str(folder),
+            server_keys.public,
+            pair.public,
+            pair.secret,
+        )
         return replace(join, address=address, hosts=publics, modules=modules, grace=grace, again=again)

@@ -48,7 +48,7 @@ def asked_by(number: int) -> int:
     return PREEMPTED if number in PREEMPTIONS else INTERRUPTED
 
 
-class Wish:
+class StopRequest:
     """What signals have asked a process for so far. `status` is the exit status that the first one asked for; 0 if none
     has come. `number` is that signal; 0 for a display that is lost. `at_once`: end without waiting for anything.
     `handed_on`: a parent forwards signals, so that one Ctrl-C may come twice.
@@ -156,13 +156,13 @@ def carry_on(number: int, frame: FrameType | None) -> None:
     """A signal handler that does nothing, for a process that is ending already but still has to write something."""
 
 
-# Signals that this process ignores since `leave_end_to_parent`.
+# Signals that this process ignores since `ignore_stop_signals`.
 _LEFT: list[signal.Signals] = []
 # By thread: the signal mask before a fork, and whether the child ignores the signals, too.
 _FORKING = threading.local()
 
 
-def leave_end_to_parent() -> None:
+def ignore_stop_signals() -> None:
     """Ignore the stop signals in a process whose parent decides when it ends: a cluster manager may signal all
     processes of a host at once, and a rank must live until the checkpoint is made. Children of this process do not
     ignore them, except those of `fork_leaving_end`."""
@@ -203,10 +203,10 @@ def _hear_again() -> None:
     _let_go()
 
 
-def wait_handing_on(child: subprocess.Popen[bytes], wish: Wish) -> int:
+def wait_handing_on(child: subprocess.Popen[bytes], stop_request: StopRequest) -> int:
     """Wait until the child has ended, and return its status. Signals that ask this process to end, or have done so
-    already (`wish`), are forwarded to the child, except Ctrl-C of a terminal, which reaches all its processes. For a
-    child that such a signal killed before it handled signals, return the status that the signal asks for.
+    already (`stop_request`), are forwarded to the child, except Ctrl-C of a terminal, which reaches all its processes.
+    For a child that such a signal killed before it handled signals, return the status that the signal asks for.
     """
     if threading.current_thread() is not threading.main_thread():
         return child.wait()
@@ -214,8 +214,8 @@ def wait_handing_on(child: subprocess.Popen[bytes], wish: Wish) -> int:
     # Blocked while `sigtimedwait` waits for them: one that came between two calls would end this process.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [*heard, signal.SIGCHLD])
     try:
-        if wish.number:
-            child.send_signal(wish.number)
+        if stop_request.number:
+            child.send_signal(stop_request.number)
         while (status := child.poll()) is None:
             told = signal.sigtimedwait([*heard, signal.SIGCHLD], 1.0)
             if told is not None and told.si_signo in heard and told.si_code <= _SENT_BY_A_PROCESS:
@@ -225,22 +225,22 @@ def wait_handing_on(child: subprocess.Popen[bytes], wish: Wish) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def nobody_reads(descriptor: int) -> bool:
+def output_closed(descriptor: int) -> bool:
     """True for a pipe without a reader, or a terminal that is gone."""
     watch = select.poll()
     watch.register(descriptor, 0)  # errors and hang-ups are always reported
     return bool(watch.poll(0))
 
 
-def unheard(wish: Wish) -> str:
+def output_fault(stop_request: StopRequest) -> str:
     """Why a run was asked to end, if its user did not ask; "" if the user did."""
-    if nobody_reads(1):
+    if output_closed(1):
         return "stopped, since its output was closed"
     # Such as a log on a full disk.
-    return "stopped, since its output cannot be written" if wish.status and not wish.number else ""
+    return "stopped, since its output cannot be written" if stop_request.status and not stop_request.number else ""
 
 
-def while_heard(tell: Tell, lost: Callable[[], None]) -> Tell:
+def stop_if_output_closes(tell: Tell, lost: Callable[[], None]) -> Tell:
     """A function that calls `tell`. The first time that this raises OSError (closed pipe, lost terminal, full disk), it
     calls `lost`."""
     deaf = False

@@ -2,8 +2,8 @@
 
 A peer must first send a Hello with the run's token. A frame that is malformed, oversized, replayed, from an unknown
 connection or of an unexpected kind is counted by kind in `counts`, described in `dropped`, and never raises. On tcp
-CURVE is always on: a client whose key is not on the door's list cannot send a frame. Each side numbers its frames on a
-connection; a number that does not grow is a replay. Not thread-safe.
+CURVE is always on: a client whose key is not on the server's list cannot send a frame. Each side numbers its frames on
+a connection; a number that does not grow is a replay. Not thread-safe.
 
 On tcp a connection's host is that of its key, whatever it claims; on a Unix socket, which only the run's user can open,
 it is the host that it claims. A host may send Hello for its own agent and for the ranks that the plan has there. A
@@ -51,7 +51,7 @@ from penstock.runtime.control.messages import (
     unpack,
 )
 from penstock.runtime.control.rights import SAYS, overreach, readable
-from penstock.runtime.control.security import Door, Join
+from penstock.runtime.control.security import Join, ServerKeys
 from penstock.runtime.control.silence import LivenessTracker
 
 # Seconds without a sign of life after which a peer is taken for dead.
@@ -125,12 +125,12 @@ class Server:
     what each peer was working on at its last heartbeat; `tracker` has the last signs of life.
     """
 
-    def __init__(self, door: Door, ranks: Mapping[str, str], silence: float = SILENCE) -> None:
+    def __init__(self, server_keys: ServerKeys, ranks: Mapping[str, str], silence: float = SILENCE) -> None:
         """`ranks` has the host of each rank that may come, by its name as a peer."""
         self.counts: Counter[str] = Counter()
         self.dropped: deque[str] = deque(maxlen=32)
         self.doing: dict[str, str] = {}
-        self._token = door.token.encode()
+        self._token = server_keys.token.encode()
         self._ranks = ranks
         # The ranks of each host by replica, for which its agent may speak.
         here: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
@@ -138,7 +138,7 @@ class Server:
             replica, _, rank = peer.rpartition(":")
             here[host][replica].add(int(rank))
         self._here = {host: {name: frozenset(of) for name, of in replicas.items()} for host, replicas in here.items()}
-        self._hosts = {public: host for host, public in door.allowed.items()}
+        self._hosts = {public: host for host, public in server_keys.allowed.items()}
         self._notes: Counter[str] = Counter()
         self.tracker = LivenessTracker(silence)
         self._connections: dict[bytes, _Connection] = {}
@@ -151,13 +151,15 @@ class Server:
         # Peers that have ever sent Hello, and whether on their heartbeat's socket. `forget` leaves them here.
         self._greeted: set[tuple[str, bool]] = set()
         keys = None
-        if not door.endpoint.startswith("ipc://"):
-            if not (door.secret and door.allowed):
-                raise ValueError(f"{door.endpoint}: given no keys, needed CURVE keys on tcp")
-            keys = door.secret, door.allowed.values()
+        if not server_keys.endpoint.startswith("ipc://"):
+            if not (server_keys.secret and server_keys.allowed):
+                raise ValueError(f"{server_keys.endpoint}: given no keys, needed CURVE keys on tcp")
+            keys = server_keys.secret, server_keys.allowed.values()
         options = {**_OPTIONS, zmq.RCVHWM: MAX_UNREAD}
         self._returned = 0.0  # when `receive` last returned
-        self._listener = Listener(door.endpoint, options, keys, self._refused, connections(ranks, door.endpoint))
+        self._listener = Listener(
+            server_keys.endpoint, options, keys, self._refused, connections(ranks, server_keys.endpoint)
+        )
         self.socket, self.endpoint = self._listener.socket, self._listener.endpoint
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()

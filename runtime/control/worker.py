@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 from penstock.runtime.control.listener import raise_descriptors
 from penstock.runtime.control.messages import EXIT_EXPLAINED, Goodbye, Note, Order, Ready, Result, Results, Setup
 from penstock.runtime.control.process import RAISED, keep_freed_memory, serve_forks, told
-from penstock.runtime.control.rendezvous import Pulse
+from penstock.runtime.control.rendezvous import HeartbeatThread
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.security import Join
-from penstock.runtime.control.signals import leave_end_to_parent
+from penstock.runtime.control.signals import ignore_stop_signals
 from penstock.runtime.control.sockets import Client
 from penstock.runtime.record.checkpoints import UnreadableError
 
@@ -48,7 +48,7 @@ def main() -> None:
     join = Join.read(Path(os.environ["PENSTOCK_JOIN"]))
     join = replace(join, folder=os.environ["PENSTOCK_FOLDER"], endpoint=os.environ["PENSTOCK_ENDPOINT"])
     replica, index = os.environ["PENSTOCK_REPLICA"], int(os.environ["PENSTOCK_RANK"])
-    pulse = Pulse(join, replica, index).start()
+    pulse = HeartbeatThread(join, replica, index).start()
     client = Client(join, "rank", replica, index)
     status = 1
     try:
@@ -63,7 +63,7 @@ def main() -> None:
         os._exit(status)
 
 
-def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) -> int:
+def serve(client: Client, join: Join, replica: str, index: int, pulse: HeartbeatThread) -> int:
     """Set up this rank, work until goodbye, and return the exit status."""
     setup = await_setup(client)
     if setup is None:
@@ -152,6 +152,6 @@ def in_messages(results: Iterable[Result]) -> Iterator[Results]:
 
 
 if __name__ == "__main__":
-    leave_end_to_parent()
+    ignore_stop_signals()
     _, asks, *modules = sys.argv[1:] or ("", None)
     serve_forks(main, (NEEDED, *modules), None if asks is None else int(asks))

@@ -29,7 +29,7 @@ from math import ceil
 from time import monotonic, sleep
 from typing import Any
 
-from penstock.runtime.control.signals import PREEMPTED, nobody_reads
+from penstock.runtime.control.signals import PREEMPTED, output_closed
 from penstock.runtime.record.errors import visible
 
 API = "jobset.x-k8s.io/v1alpha2"
@@ -338,7 +338,7 @@ def follow(workload: KubernetesRun, deadline: float, tell: Callable[[str], None]
             if trouble is not None:
                 tell(f"the end of the controller's log is not shown: {trouble}")
             return ended == "Completed"
-        if nobody_reads(1):
+        if output_closed(1):
             raise BrokenPipeError("standard output")
         now = monotonic()
         if trouble is not None:

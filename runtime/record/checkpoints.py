@@ -251,7 +251,7 @@ def surplus(saved: Sequence[SavedCheckpoint], keep: int, best: str) -> list[Save
     return [one for one in saved if one.folder not in stay]
 
 
-def discount(folder: RunFolder, run: str, gone: Sequence[SavedCheckpoint]) -> dict[Path, Path]:
+def retire(folder: RunFolder, run: str, gone: Sequence[SavedCheckpoint]) -> dict[Path, Path]:
     """Rename the checkpoints `gone`, so that they no longer count. Returns the new path of each old one. A checkpoint
     stays if another process has it `in_use`, or if its `cut.json` has a second name. Raises RecordError."""
     paths = {}

@@ -374,13 +374,13 @@ def open_regular(path: Path, flags: int) -> int:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o600)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a link; a folder; a socket or an unread pipe
-            raise _odd(path, path.lstat()) from None
+            raise _wrong_kind(path, path.lstat()) from None
         raise
     # From the descriptor, not the path: another file may have the path now.
     facts = os.fstat(fd)
     if not stat.S_ISREG(facts.st_mode) or (writes and facts.st_nlink > 1):
         os.close(fd)
-        raise _odd(path, facts)
+        raise _wrong_kind(path, facts)
     os.set_blocking(fd, True)
     return fd
 
@@ -471,7 +471,7 @@ def make_folder(path: Path, *, fresh: bool = False) -> Path:
     except FileExistsError:
         facts = path.lstat()
         if fresh or not stat.S_ISDIR(facts.st_mode):
-            raise _odd(path, facts, "no such file yet" if fresh else "a folder") from None
+            raise _wrong_kind(path, facts, "no such file yet" if fresh else "a folder") from None
     return path
 
 
@@ -511,7 +511,7 @@ def _beside(path: Path, mode: int) -> Iterator[BinaryIO]:
             raise
 
 
-def _odd(path: Path, facts: os.stat_result, needed: str = "a regular file of one name") -> RecordError:
+def _wrong_kind(path: Path, facts: os.stat_result, needed: str = "a regular file of one name") -> RecordError:
     """The error for a file of the wrong kind at the path of a run's file."""
     kinds = {
         stat.S_IFLNK: "a symbolic link, which is not followed here",

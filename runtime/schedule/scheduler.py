@@ -236,7 +236,7 @@ class Scheduler(State):
         if not step.source:
             self.weigh(replica, -1)
         if "unread" in verdicts:
-            transitions.take_back(self, verdicts)
+            transitions.retry_unread(self, verdicts)
         elif step.per_update:
             transitions.update_done(self, step, firing, replica)
             if self.unread:

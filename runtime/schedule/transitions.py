@@ -271,7 +271,7 @@ def join_replica(state: State, replica: str) -> None:
     state.sort(replica)
 
 
-def take_back(state: State, verdicts: Collection[str]) -> None:
+def retry_unread(state: State, verdicts: Collection[str]) -> None:
     """Handle a firing of an update that could not begin, since values that it reads are lost: it will fire again."""
     if "done" in verdicts:
         given = "given an update that some ranks have done, and others could not read"

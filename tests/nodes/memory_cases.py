@@ -18,7 +18,7 @@ from penstock.nodes.learn.losses import reinforce
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.model import CausalLM, ModelConfig, decoder, kernels, torch_dtype
 from penstock.nodes.model.lora import Lora
-from penstock.nodes.model.words import own_part
+from penstock.nodes.model.vocab_parallel import own_part
 from penstock.nodes.open_model import initial_model
 from penstock.nodes.policy import LanguagePolicy
 from penstock.runtime.cluster.gpus import GPUS

@@ -127,7 +127,7 @@ def test_other_models_and_machines_have_no_such_pass(kind: str, monkeypatch: pyt
     given: dict[str, Any] = {"lora": Lora(4, 8.0)} if kind == "adapters" else {}
     model = CausalLM(config_of("qwen3_moe", ODD) if kind == "experts" else ODD, **given)
     if kind == "eight bits":
-        model.narrow("int8")
+        model.quantise("int8")
     if kind == "invariant":
         model.be_invariant()
     if kind == "no compiler":

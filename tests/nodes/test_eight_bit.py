@@ -18,7 +18,7 @@ from penstock.nodes.generate import generate, make_engine, reply
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.sampling import mismatch
 from penstock.nodes.model import CausalLM, Lora, ModelConfig, ModelError, eight_bit
-from penstock.nodes.model.eight_bit import DTYPES, Narrow, narrow_parameters, product, require_products
+from penstock.nodes.model.eight_bit import DTYPES, QuantisedRows, narrow_parameters, product, require_products
 from penstock.nodes.open_model import ModelSpec, check_precision, computes
 from penstock.nodes.policy import make_policy
 from penstock.programs.aipo import aipo
@@ -49,7 +49,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_of_int8_is_that_of_the_integers(dtype: torch.dtype) -> None:
     x, weight, bias = random(19, 40, dtype=dtype), random(24, 40, seed=1), random(24, seed=2, dtype=dtype)
-    rows, columns = Narrow.of(x, torch.int8), Narrow.of(weight, torch.int8)
+    rows, columns = QuantisedRows.of(x, torch.int8), QuantisedRows.of(weight, torch.int8)
     made = product(x, rows, columns.elements, columns.scales[:, 0], bias)
     sums = (rows.elements.double() @ columns.elements.double().t()).float()
     assert made.dtype == dtype
@@ -60,10 +60,10 @@ def test_a_product_of_int8_is_that_of_the_integers(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_of_int8_is_the_same_bits_whatever_the_rows_beside_it(threads: int) -> None:
-    x, weight = random(64, 96), Narrow.of(random(80, 96, seed=1), torch.int8)
+    x, weight = random(64, 96), QuantisedRows.of(random(80, 96, seed=1), torch.int8)
 
     def made(rows: Tensor) -> Tensor:
-        return product(rows, Narrow.of(rows, torch.int8), weight.elements, weight.scales[:, 0], None)
+        return product(rows, QuantisedRows.of(rows, torch.int8), weight.elements, weight.scales[:, 0], None)
 
     whole = made(x)
     torch.set_num_threads(threads)
@@ -74,19 +74,19 @@ def test_a_row_of_int8_is_the_same_bits_whatever_the_rows_beside_it(threads: int
 
 
 def test_a_product_of_fp8_is_that_of_the_numbers_and_rounds_once() -> None:
-    x, weight = random(16, 64), Narrow.of(random(32, 64, seed=1), torch.float8_e4m3fn)
-    rows = Narrow.of(x, torch.float8_e4m3fn)
+    x, weight = random(16, 64), QuantisedRows.of(random(32, 64, seed=1), torch.float8_e4m3fn)
+    rows = QuantisedRows.of(x, torch.float8_e4m3fn)
     made = product(x, rows, weight.elements, weight.scales[:, 0], None)
     exact = (rows.elements.double() * rows.scales) @ (weight.elements.double() * weight.scales).t()
     torch.testing.assert_close(made.double(), exact, rtol=2**-8, atol=1e-6)
 
 
 def test_what_is_no_number_stays_none() -> None:
-    weight = Narrow.of(random(8, 16), torch.int8)
+    weight = QuantisedRows.of(random(8, 16), torch.int8)
     for bad in (torch.nan, torch.inf):
         x = random(2, 16)
         x[1, 3] = bad
-        made = product(x, Narrow.of(x, torch.int8), weight.elements, weight.scales[:, 0], None)
+        made = product(x, QuantisedRows.of(x, torch.int8), weight.elements, weight.scales[:, 0], None)
         assert made.isfinite().all(1).tolist() == [True, False]
 
 
@@ -109,7 +109,7 @@ def reading(context: Context, precision: str) -> Context:
 def in_eight_bits(config: ModelConfig, weights: Weights, precision: str, dtype: torch.dtype) -> CausalLM:
     """A model that computes with these, pass by pass."""
     made = model(1, dtype, config)
-    made.narrow(precision)
+    made.quantise(precision)
     for name, parameter in made.own_parameters().items():
         parameter.data = weights.tensors[name]
     return made.requires_grad_(False)

@@ -20,7 +20,7 @@ from penstock.graph import Context, Metrics, Rollouts, Weights
 from penstock.nodes.generate import make_engine
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.model.decoder import attend_causal
-from penstock.nodes.model.eight_bit import Narrow
+from penstock.nodes.model.eight_bit import QuantisedRows
 from penstock.nodes.model.elementwise import ACTIVATIONS
 from penstock.nodes.model.kernels import Linear
 from penstock.runtime.tensor.buffers import held_bytes, shards_of
@@ -161,7 +161,7 @@ def test_the_norm_is_the_formula(dtype: torch.dtype, shape: tuple[int, ...]) -> 
 def test_rows_become_eight_bits_as_on_a_cpu(shape: tuple[int, int]) -> None:
     rows_RD = random(*shape, dtype=torch.bfloat16)
     rows_RD[1] = 0
-    mine, theirs = Narrow.of(rows_RD, torch.float8_e4m3fn), Narrow.of(rows_RD.cpu(), torch.float8_e4m3fn)
+    mine, theirs = QuantisedRows.of(rows_RD, torch.float8_e4m3fn), QuantisedRows.of(rows_RD.cpu(), torch.float8_e4m3fn)
     assert torch.equal(mine.scales.cpu(), theirs.scales)
     assert torch.equal(mine.elements.cpu().view(torch.uint8), theirs.elements.view(torch.uint8))
 

@@ -45,7 +45,7 @@ def test_places_are_row_major(axes: Axes) -> None:
     for rank, ranks in enumerate(every):
         assert [ranks.place(axis) for axis, _ in axes] == coordinates[:, rank].tolist()
     assert sorted((ranks.share(), ranks.place("tp")) for ranks in every) == [(s, t) for s in range(6) for t in (0, 1)]
-    speakers = every[0].speakers()
+    speakers = every[0].reporting_ranks()
     assert [every[rank].share() for rank in speakers] == list(range(6))
     assert all(every[rank].place("tp") == 0 for rank in speakers)
 
@@ -58,9 +58,9 @@ def test_a_neighbour_is_one_further_along_an_axis_alone(rank: int) -> None:
         assert ranks.place("pp", other) == ranks.place("pp") + 1
         assert [ranks.place(axis, other) for axis in ("dp", "tp")] == [ranks.place(axis) for axis in ("dp", "tp")]
         assert Ranks(ranks.mesh, other).neighbour("pp", -1) == rank
-    assert all(ranks.place("pp", speaker) == 2 for speaker in ranks.speakers())
+    assert all(ranks.place("pp", speaker) == 2 for speaker in ranks.reporting_ranks())
     alone = Ranks.of(Context())
-    assert (alone.count, alone.shares, alone.share(), alone.size("tp"), alone.speakers()) == (1, 1, 0, 1, [0])
+    assert (alone.count, alone.shares, alone.share(), alone.size("tp"), alone.reporting_ranks()) == (1, 1, 0, 1, [0])
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,13 @@ class Processes:
         self.last: Callable[[RunFolder], object] = bool
 
     def __call__(
-        self, folder: RunFolder, cluster: Cluster, tell: Any, enrolled: Any = None, early: Any = None, wish: Any = None
+        self,
+        folder: RunFolder,
+        cluster: Cluster,
+        tell: Any,
+        enrolled: Any = None,
+        early: Any = None,
+        stop_request: Any = None,
     ) -> int:
         self.configs.append(RunConfig.load(folder))
         for name, text in self.files.items():

@@ -16,7 +16,7 @@ if __name__ == "__main__":
     words = sys.argv[1:]
     worker, early = str(Path(__file__).with_name("fake_rank.py")), None
     if words[0] == EARLY:
-        early = agent.Forks.begin((worker, *words), os.environ[RUN], None, asks=int(words[1]))
+        early = agent.ForkServer.begin((worker, *words), os.environ[RUN], None, asks=int(words[1]))
         print("said by an early agent", file=sys.stderr, flush=True)
     elif len(words) > 1:
         worker = words[1]

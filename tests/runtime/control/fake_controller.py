@@ -17,8 +17,8 @@ from typing import Any
 from penstock.runtime.control.early import EARLY, awaited
 from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Launch, Ready
 from penstock.runtime.control.process import die_with_parent
-from penstock.runtime.control.security import Door
-from penstock.runtime.control.signals import leave_end_to_parent
+from penstock.runtime.control.security import ServerKeys
+from penstock.runtime.control.signals import ignore_stop_signals
 from penstock.runtime.control.sockets import Server
 
 told: list[str] = []
@@ -41,13 +41,13 @@ def talk() -> None:
 
 def main() -> int:
     die_with_parent()
-    leave_end_to_parent()
+    ignore_stop_signals()
     folder = Path(awaited() if sys.argv[1] == EARLY else sys.argv[1])
     mode = os.environ["FAKE_CONTROLLER"]
     if mode == "raise":
         raise RuntimeError("no such graph")
     ranks = {f"{host}-pool/0:0": host for host in os.environ["FAKE_HOSTS"].split()}
-    server = Server(Door.read(folder / "keys" / "controller.json"), ranks)
+    server = Server(ServerKeys.read(folder / "keys" / "controller.json"), ranks)
     threading.Thread(target=listen, daemon=True).start()
     print("a library says hello", flush=True)
     say(kind="listening", endpoint=server.endpoint)

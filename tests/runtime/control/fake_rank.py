@@ -15,7 +15,7 @@ from time import monotonic, sleep
 
 from penstock.runtime.control.messages import Goodbye, Note, Ready
 from penstock.runtime.control.process import serve_forks
-from penstock.runtime.control.rendezvous import Pulse
+from penstock.runtime.control.rendezvous import HeartbeatThread
 from penstock.runtime.control.security import Join
 from penstock.runtime.control.sockets import Client
 from penstock.runtime.tensor.shm import SHM, create_segment, segment_name
@@ -46,7 +46,7 @@ def main() -> None:
         raise MemoryError("no room for a model")
     if mode == "family":
         subprocess.Popen(["sleep", "1000"])
-    pulse = Pulse(join, replica, rank).start()
+    pulse = HeartbeatThread(join, replica, rank).start()
     client = Client(join, "rank", replica, rank)
     environment = {k: v for k, v in os.environ.items() if k.startswith(("PENSTOCK_", "OMP_", "MKL_", "FAKE_"))}
     facts = {"parent": os.getppid(), "session": os.getsid(0), "drawn": random.random(), "loaded": LOADED}

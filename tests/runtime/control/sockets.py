@@ -119,7 +119,7 @@ def bench(folder: Path, endpoint: str = "", silence: float = 60.0, ranks: Mappin
     run = f"t{secrets.token_hex(6)}"  # another suite may run on this machine, with the same tests
     keys = Keys.make(run, endpoint or ipc_endpoint(folder), ["local", "b"])
     with ExitStack() as stack:
-        server = Server(keys.door, ranks, silence)
+        server = Server(keys.server, ranks, silence)
         stack.callback(server.close)
         yield Bench(server, keys, folder, stack)
 

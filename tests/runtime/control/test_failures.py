@@ -268,7 +268,7 @@ def test_a_death_that_is_heard_after_the_whole_machine_has_stood_still_is_said(
     hear(controller, lambda: b.server.peers)
     rank = "generator/0" if several else "trainer/0"
     b.client(rank).send(Results((Result(Abort(f"{rank} rank 0: connection lost")),)))
-    hear(controller, lambda: controller.session.verdict.failure or controller._doubted)
+    hear(controller, lambda: controller.session.verdict.failure or controller._held_failures)
     believed, stood = controller.session.verdict.failure, 60.0
     for _ in range(2):
         controller._turn()

@@ -332,7 +332,7 @@ def test_output_that_nobody_reads_is_a_wish_to_stop(tmp_path: Path, error: OSErr
 def test_a_controller_hears_that_it_was_not_the_user_who_stopped_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signals, "nobody_reads", lambda descriptor: descriptor == 1)
+    monkeypatch.setattr(signals, "output_closed", lambda descriptor: descriptor == 1)
     run = Run(tmp_path, "wait")
     run.when["ready"] = interrupt
     assert run.run() == 130

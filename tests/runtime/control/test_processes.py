@@ -44,13 +44,13 @@ from penstock.runtime.control.signals import (
     PREEMPTIONS,
     STOPS,
     Preempted,
-    Wish,
+    StopRequest,
     carry_on,
     interrupt,
-    nobody_reads,
     on_stop,
+    output_closed,
+    stop_if_output_closes,
     wait_handing_on,
-    while_heard,
 )
 from penstock.runtime.control.worker import NEEDED
 from penstock.runtime.tensor.shm import SHM, sweep
@@ -77,14 +77,14 @@ def agent(
     path = b.folder / "b.json"
     changes.get("join", b.join("b")).write(path)
     given = {"FAKE_LEAVE_S": str(leave), "FAKE_RANK": mode, "FAKE_LOG_BYTES": str(LOG_BYTES)}
-    process = start([AGENT, str(path), *worker], b.keys.door.run, environment=given, stderr=subprocess.PIPE)
+    process = start([AGENT, str(path), *worker], b.keys.server.run, environment=given, stderr=subprocess.PIPE)
     try:
         yield process
     finally:
         kill(process)
         process.communicate()
-        sweep_processes(b.keys.door.run)
-        sweep(b.keys.door.run)
+        sweep_processes(b.keys.server.run)
+        sweep(b.keys.server.run)
 
 
 def heard(b: Bench, kind: type[M]) -> M:
@@ -120,19 +120,19 @@ def test_an_agent_joins_and_starts_ranks_with_their_name_and_threads(b: Bench) -
         assert environment.get("OMP_WAIT_POLICY") == os.environ.get("OMP_WAIT_POLICY")
         assert (b.folder / "logs" / "generator-1-2.err").read_text() == "said by a rank\n"
         said = json.dumps(told) + (Path("/proc") / str(process.pid) / "cmdline").read_text()
-        assert b.keys.door.token not in said
+        assert b.keys.server.token not in said
 
 
 def test_no_segment_outlives_an_agent_nor_one_that_was_killed_before_it(b: Bench) -> None:
     """The launcher sweeps its own host only. What an agent finds locked, another run may be about to remove."""
-    dead = SHM / f"penstock-dead{b.keys.door.run}-generator.0.0-0"
+    dead = SHM / f"penstock-dead{b.keys.server.run}-generator.0.0-0"
     dead.touch()  # no process holds its lock
     with agent(b) as process:
         heard(b, AgentReady)
         until(lambda: not dead.exists())
         assert b.server.send("agent:b", Launch("generator/0", 0))
         pid = heard(b, Ready).pid
-        left = SHM / f"penstock-{b.keys.door.run}-generator.0.0-0"
+        left = SHM / f"penstock-{b.keys.server.run}-generator.0.0-0"
         assert left.exists()
         os.kill(pid, signal.SIGKILL)
         heard(b, Exited)
@@ -177,7 +177,7 @@ def test_ranks_end_with_what_forked_them_and_are_told_of_and_the_next_one_is_for
         assert sorted((one.rank, one.pid, one.signal, one.forks) for one in exits) == [
             (rank, forks, signal.SIGKILL, True) for rank in range(2)
         ]
-        until(lambda: processes_of(b.keys.door.run) == [process.pid])
+        until(lambda: processes_of(b.keys.server.run) == [process.pid])
         b.server.send("agent:b", Launch("generator/0", 2))
         assert heard(b, Ready).rank == 2
 
@@ -202,8 +202,8 @@ os.fork = fork
 """
 KILLED_AT_BIRTH = "os.setsid = lambda: os.kill(os.getpid(), 9)"
 TOLD_AT_BIRTH = """
-from penstock.runtime.control.signals import STOPS, leave_end_to_parent
-leave_end_to_parent()
+from penstock.runtime.control.signals import STOPS, ignore_stop_signals
+ignore_stop_signals()
 def told(begin=os.setsid):
     for number in STOPS:
         os.kill(os.getpid(), number)
@@ -286,7 +286,7 @@ def test_an_agent_whose_host_is_taken_away_says_so_and_its_ranks_live_until_a_go
         heard(b, Hello)
         process.send_signal(number)
         assert heard(b, Leaving) == Leaving("b", 60.0)
-        ranks = [pid for pid in processes_of(b.keys.door.run) if pid != process.pid]
+        ranks = [pid for pid in processes_of(b.keys.server.run) if pid != process.pid]
         for pid in ranks:  # an engine tells all processes of a host
             os.kill(pid, number)
         before = b.server.tracker.last("agent:b")
@@ -295,7 +295,7 @@ def test_an_agent_whose_host_is_taken_away_says_so_and_its_ranks_live_until_a_go
         for peer in b.server.peers:
             b.server.send(peer, Goodbye("stopped"))
         assert process.wait(60) == 0
-        assert processes_of(b.keys.door.run) == []
+        assert processes_of(b.keys.server.run) == []
 
 
 def test_an_agent_ends_with_its_grace_and_at_a_second_sigterm(tmp_path: Path) -> None:
@@ -375,8 +375,8 @@ def test_a_goodbye_ends_the_agent_and_its_ranks_willing_or_not(b: Bench, mode: s
             b.server.send(peer, Goodbye("done"))
         assert process.wait(60) == 0
         if mode == "family":  # what a rank had started is killed with it, and nobody waits for its end
-            until(lambda: not processes_of(b.keys.door.run))
-        assert processes_of(b.keys.door.run) == []
+            until(lambda: not processes_of(b.keys.server.run))
+        assert processes_of(b.keys.server.run) == []
         assert heard(b, Exited).signal == (9 if mode else 0)
 
 
@@ -389,7 +389,7 @@ def test_an_agent_whose_controller_is_gone_ends_its_ranks_and_says_so(b: Bench) 
         assert process.wait(30) == 1
         assert process.stderr is not None
         assert b"is gone" in process.stderr.read()
-        assert processes_of(b.keys.door.run) == []
+        assert processes_of(b.keys.server.run) == []
 
 
 def test_ranks_die_with_their_agent_and_leave_no_segment(b: Bench) -> None:
@@ -398,11 +398,11 @@ def test_ranks_die_with_their_agent_and_leave_no_segment(b: Bench) -> None:
         for index in range(2):
             b.server.send("agent:b", Launch("generator/0", index))
             heard(b, Ready)
-        assert len(processes_of(b.keys.door.run)) == 4  # with the agent and what forks
-        segments = [*SHM.glob(f"penstock-{b.keys.door.run}-*")]
+        assert len(processes_of(b.keys.server.run)) == 4  # with the agent and what forks
+        segments = [*SHM.glob(f"penstock-{b.keys.server.run}-*")]
         assert segments
         process.kill()
-        until(lambda: processes_of(b.keys.door.run) == [])
+        until(lambda: processes_of(b.keys.server.run) == [])
         # What is found locked for a moment, another run's agent is about to remove.
         until(lambda: not any(each.exists() for each in segments))
 
@@ -702,15 +702,18 @@ done = True
 
 
 def test_what_has_asked_for_the_end_is_handed_on_and_a_child_that_hears_nothing_yet_ends_as_asked() -> None:
-    wish = Wish()
-    wish.hear(signal.SIGTERM)
-    assert wait_handing_on(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]), wish) == PREEMPTED
+    stop_request = StopRequest()
+    stop_request.hear(signal.SIGTERM)
+    assert (
+        wait_handing_on(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]), stop_request)
+        == PREEMPTED
+    )
 
 
 LEAVING = """
 import multiprocessing, os, signal, subprocess, sys, time
-from penstock.runtime.control.signals import STOPS, fork_leaving_end, leave_end_to_parent
-leave_end_to_parent()
+from penstock.runtime.control.signals import STOPS, fork_leaving_end, ignore_stop_signals
+ignore_stop_signals()
 if "as a rank" in sys.argv and (rank := fork_leaving_end()):
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]))
 for number in STOPS:
@@ -734,17 +737,17 @@ def test_a_process_whose_end_its_parent_decides_hears_no_signal_and_what_it_star
 
 def test_a_pipe_without_a_reader_is_told_from_one_with() -> None:
     read, write = os.pipe()
-    assert not nobody_reads(write)
+    assert not output_closed(write)
     os.close(read)
-    assert nobody_reads(write)
+    assert output_closed(write)
     os.close(write)
 
 
 def test_a_terminal_that_is_gone_is_told_from_one_that_is_there() -> None:
     master, slave = pty.openpty()
-    assert not nobody_reads(slave)
+    assert not output_closed(slave)
     os.close(master)
-    assert nobody_reads(slave)
+    assert output_closed(slave)
     os.close(slave)
 
 
@@ -756,7 +759,7 @@ def test_a_display_is_lost_once_and_still_hears_all() -> None:
         heard.append(line)
         raise OSError(errno.EIO, "the terminal is gone")
 
-    told = while_heard(tell, lambda: lost.append(1))
+    told = stop_if_output_closes(tell, lambda: lost.append(1))
     for number in range(3):
         told({"number": number})
     assert (len(heard), len(lost)) == (3, 1)

@@ -32,7 +32,7 @@ from penstock.runtime.control.messages import (
     rank_peer,
 )
 from penstock.runtime.control.relay import HOLD, Relay
-from penstock.runtime.control.rendezvous import Pulse
+from penstock.runtime.control.rendezvous import HeartbeatThread
 from penstock.runtime.control.sockets import Client
 from penstock.runtime.schedule.events import Arrived, Done, Failed, Fire, each
 from penstock.runtime.tensor.shm import ObjectRef
@@ -262,7 +262,7 @@ def test_an_agent_that_ends_late_leaves_its_successor_its_socket(b: Bench) -> No
 def test_a_value_of_the_board_comes_to_the_thread_that_beats(b: Bench) -> None:
     host = Host(b)
     rank = host.rank(0)
-    pulse = Pulse(replace(host.join, endpoint=host.relay.endpoint), "generator/0", 0).start()
+    pulse = HeartbeatThread(replace(host.join, endpoint=host.relay.endpoint), "generator/0", 0).start()
     try:
         pulse.say(Post("key", "31"))
         host.until(lambda: host.heard(Post))

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 from penstock.runtime.control import rendezvous as boards
 from penstock.runtime.control.messages import BoardValues, Count, Look, Post, Question, pack
 from penstock.runtime.control.rank import RendezvousStore
-from penstock.runtime.control.rendezvous import MAX_KEPT, Board, Pulse
+from penstock.runtime.control.rendezvous import MAX_KEPT, Board, HeartbeatThread
 from penstock.runtime.control.sockets import Server
 from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.process_group import Connection, TransportError
@@ -159,7 +159,7 @@ def answering(server: Server, held_up: float = 0.0) -> Iterator[None]:
 def meetings(folder: Path, ranks: int, endpoint: str = "", held_up: float = 0.0) -> Iterator[list[RendezvousStore]]:
     """The stores of so many ranks, each over a connection of its own."""
     with bench(folder, endpoint) as b, answering(b.server, held_up):
-        pulses = [Pulse(b.join(), "generator/0", rank).start() for rank in range(ranks)]
+        pulses = [HeartbeatThread(b.join(), "generator/0", rank).start() for rank in range(ranks)]
         try:
             yield [RendezvousStore(pulse) for pulse in pulses]
         finally:
@@ -235,7 +235,7 @@ def test_a_bridge_without_its_receivers_says_who_is_not_there(tmp_path: Path) ->
 def test_no_controller_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.runtime.control.rank.ANSWER_S", 0.05)
     with bench(tmp_path) as b:
-        pulse = Pulse(b.join(), "generator/0", 0).start()
+        pulse = HeartbeatThread(b.join(), "generator/0", 0).start()
         store: Store = RendezvousStore(pulse)
         with pytest.raises(RuntimeError, match=r"the controller has not answered .*key.* within"):
             store.add("key", 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.cluster.endpoints import ipc_endpoint, socket_file, tcp_endpoint
-from penstock.runtime.control.security import Door, Join, KeyFileError, Keys
+from penstock.runtime.control.security import Join, KeyFileError, Keys, ServerKeys
 
 # Secrets are new for each run, private on disk, and shown to nobody.
 
@@ -18,17 +18,17 @@ TCP = "tcp://127.0.0.1:0"
 
 def test_each_run_has_its_own_token_and_each_host_its_own_keys(tmp_path: Path) -> None:
     one, two = (Keys.make("run1", TCP, ["a", "b"]) for _ in range(2))
-    assert one.door.token != two.door.token
+    assert one.server.token != two.server.token
     pairs = [*one.hosts.values(), *two.hosts.values()]
     assert len({pair.secret for pair in pairs}) == 4
-    assert one.door.allowed == {host: pair.public for host, pair in one.hosts.items()}
+    assert one.server.allowed == {host: pair.public for host, pair in one.hosts.items()}
     join = one.join("a", "tcp://127.0.0.1:9", tmp_path)
-    assert (join.server, join.public) == (one.door.public, one.hosts["a"].public)
+    assert (join.server, join.public) == (one.server.public, one.hosts["a"].public)
 
 
 def test_a_unix_socket_needs_no_keys(tmp_path: Path) -> None:
     keys = Keys.make("run1", "ipc:///x", ["a"])
-    assert (keys.door.secret, keys.door.allowed, keys.join("a", "ipc:///x", tmp_path).secret) == ("", {}, "")
+    assert (keys.server.secret, keys.server.allowed, keys.join("a", "ipc:///x", tmp_path).secret) == ("", {}, "")
 
 
 def test_several_hosts_have_keys_to_ask_each_other_for_values_even_where_the_controller_needs_none(
@@ -47,16 +47,16 @@ def test_several_hosts_have_keys_to_ask_each_other_for_values_even_where_the_con
 def test_files_are_read_back_equal_and_private(tmp_path: Path) -> None:
     keys = Keys.make("run1", TCP, ["a"])
     join = keys.join("a", "tcp://127.0.0.1:9", tmp_path)
-    keys.door.write(tmp_path / "keys" / "controller.json")
+    keys.server.write(tmp_path / "keys" / "controller.json")
     join.write(tmp_path / "keys" / "a.json")
-    assert Door.read(tmp_path / "keys" / "controller.json") == keys.door
+    assert ServerKeys.read(tmp_path / "keys" / "controller.json") == keys.server
     assert Join.read(tmp_path / "keys" / "a.json") == join
     modes = [stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "keys", *(tmp_path / "keys").iterdir())]
     assert modes == [0o700, 0o600, 0o600]
 
 
 def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
-    door = Keys.make("run1", TCP, ["a"]).door
+    door = Keys.make("run1", TCP, ["a"]).server
     door.write(tmp_path / "door.json")
     with pytest.raises(FileExistsError):
         door.write(tmp_path / "door.json")
@@ -64,36 +64,36 @@ def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
 
 def test_a_file_that_others_may_read_or_that_is_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "door.json"
-    Keys.make("run1", TCP, ["a"]).door.write(path)
+    Keys.make("run1", TCP, ["a"]).server.write(path)
     path.chmod(0o644)
     with pytest.raises(ValueError, match="chmod 600"):
-        Door.read(path)
+        ServerKeys.read(path)
     path.chmod(0o600)
     with pytest.raises(ValueError, match="not a key file"):
         Join.read(path)
     for text in ("", "[]", "{}", '{"format": 1, "run": "x", "surprise": 1}'):
         path.write_text(text)
         with pytest.raises(ValueError, match="not a key file"):
-            Door.read(path)
+            ServerKeys.read(path)
 
 
 def test_secrets_are_not_shown(tmp_path: Path) -> None:
     keys = Keys.make("run1", TCP, ["a"])
     shown = repr(keys) + repr(keys.join("a", TCP, tmp_path))
-    for secret in (keys.door.token, keys.door.secret, keys.hosts["a"].secret):
+    for secret in (keys.server.token, keys.server.secret, keys.hosts["a"].secret):
         assert secret not in shown
 
 
 def test_whoever_gives_another_file_is_told_which_is_needed(tmp_path: Path) -> None:
     keys = Keys.make("run1", TCP, ["a"])
     path = tmp_path / "a.json"
-    keys.door.write(path)
+    keys.server.write(path)
     needed = r"needed the join file that `penstock run --cluster` wrote for this host"
     with pytest.raises(KeyFileError, match=rf"a\.json: not a key file of Penstock \(.*`host`\); {needed}"):
         Join.read(path)
     keys.join("a", TCP, tmp_path).write(tmp_path / "b.json")
     with pytest.raises(KeyFileError, match=r"key file with address, again, folder.*host.*needed what the launcher"):
-        Door.read(tmp_path / "b.json")
+        ServerKeys.read(tmp_path / "b.json")
     (tmp_path / "b.json").write_text(json.dumps({**json.loads((tmp_path / "b.json").read_text()), "cores": 3}))
     with pytest.raises(KeyFileError, match=f"given a key file with cores; {needed}"):
         Join.read(tmp_path / "b.json")

@@ -43,7 +43,7 @@ from penstock.runtime.control.messages import (
     pack,
     unpack,
 )
-from penstock.runtime.control.rendezvous import Pulse, beat_interval
+from penstock.runtime.control.rendezvous import HeartbeatThread, beat_interval
 from penstock.runtime.control.security import Keys
 from penstock.runtime.control.silence import PAUSE_S, LivenessTracker
 from penstock.runtime.control.sockets import MAX_NOTES, SILENCE, Client, Server
@@ -295,11 +295,11 @@ from pathlib import Path
 from penstock.runtime.control import listener, sockets
 from penstock.runtime.control.messages import Goodbye, Note
 from penstock.runtime.control.listener import raise_descriptors
-from penstock.runtime.control.security import Door
+from penstock.runtime.control.security import ServerKeys
 sockets.SILENCE, descriptors = float(sys.argv[2]), int(sys.argv[3])
 resource.setrlimit(resource.RLIMIT_NOFILE, (min(descriptors, 100), descriptors))
 assert raise_descriptors() == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == descriptors
-server = sockets.Server(Door.read(Path(sys.argv[1])), {"generator/0:0": "local", "generator/0:1": "local"})
+server = sockets.Server(ServerKeys.read(Path(sys.argv[1])), {"generator/0:0": "local", "generator/0:1": "local"})
 print(server.endpoint, flush=True)
 def checkpoint():
     for line in sys.stdin:
@@ -325,7 +325,7 @@ class Child:
 
     def __init__(self, folder: Path, endpoint: str, stack: ExitStack, silence: float = 60.0, files: int = 300) -> None:
         keys, self.stack = Keys.make("run", endpoint or ipc_endpoint(folder), ["local", "b"]), stack
-        keys.door.write(folder / "door.json")
+        keys.server.write(folder / "door.json")
         command = [sys.executable, "-c", SERVER, str(folder / "door.json"), str(silence), str(files)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         stack.callback(self.process.communicate)
@@ -512,11 +512,11 @@ def test_a_client_knows_when_the_server_is_gone_and_drops_replayed_frames(b: Ben
 def test_a_client_that_connects_again_says_who_it_is(tmp_path: Path) -> None:
     """Of a thousand that come at once some are cut off before they are heard."""
     keys = Keys.make("t1", TCP, ["local"])
-    first = Server(keys.door, RANKS)
+    first = Server(keys.server, RANKS)
     with closing(Client(keys.join("local", first.endpoint, tmp_path), "rank", "generator/0")) as client:
         until(lambda: first.receive(0.02))
         first.close()
-        with closing(Server(replace(keys.door, endpoint=first.endpoint), RANKS)) as again:
+        with closing(Server(replace(keys.server, endpoint=first.endpoint), RANKS)) as again:
             until(lambda: again.receive(0.02) or client.receive(0.02) or "generator/0:0" in again.peers)
 
 
@@ -607,15 +607,15 @@ def test_a_client_that_knows_another_server_key_gets_nowhere(b: Bench) -> None:
 
 def test_tcp_without_keys_is_never_listened_on(tmp_path: Path) -> None:
     with bench(tmp_path, TCP) as b, pytest.raises(ValueError, match="CURVE"):
-        Server(replace(b.keys.door, endpoint=TCP, secret="", allowed={}), {})
+        Server(replace(b.keys.server, endpoint=TCP, secret="", allowed={}), {})
 
 
 @pytest.mark.parametrize("endpoint", [TCP])
 def test_a_port_in_use_and_an_address_of_another_machine_are_named(b: Bench) -> None:
     with pytest.raises(WireError, match=f"{b.server.endpoint}.*in use"):
-        Server(replace(b.keys.door, endpoint=b.server.endpoint), {})
+        Server(replace(b.keys.server, endpoint=b.server.endpoint), {})
     with pytest.raises(WireError, match=r"192\.0\.2\.1.*no such address"):
-        Server(replace(b.keys.door, endpoint="tcp://192.0.2.1:5000"), {})
+        Server(replace(b.keys.server, endpoint="tcp://192.0.2.1:5000"), {})
 
 
 def test_a_server_listens_on_loopback_alone_and_its_socket_file_is_private(tmp_path: Path) -> None:
@@ -658,7 +658,7 @@ def test_a_goodbye_just_before_closing_arrives(b: Bench) -> None:
 def test_a_pulse_keeps_a_silent_rank_from_being_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with bench(tmp_path, silence=50.0) as b:
         b.client("generator/0", 1)
-        pulse = Pulse(b.join(), "generator/0", 1, interval=0.02).start()
+        pulse = HeartbeatThread(b.join(), "generator/0", 1, interval=0.02).start()
         future = monotonic() + 100
         monkeypatch.setattr(sockets, "monotonic", lambda: monotonic() + 100)
         until(lambda: b.hear() == [] and b.server.tracker.last("generator/0:1") >= future)
@@ -669,7 +669,7 @@ def test_a_pulse_keeps_a_silent_rank_from_being_late(tmp_path: Path, monkeypatch
 
 
 def test_a_pulse_may_begin_before_its_rank_and_ends_when_told(b: Bench) -> None:
-    pulse = Pulse(b.join(), "generator/0", 0, interval=0.02).start()
+    pulse = HeartbeatThread(b.join(), "generator/0", 0, interval=0.02).start()
     until(lambda: b.hear() == [] and b.server.tracker.last("generator/0:0") > 0)
     assert not b.server.peers
     b.client("generator/0", 0)
@@ -681,7 +681,7 @@ def test_a_pulse_may_begin_before_its_rank_and_ends_when_told(b: Bench) -> None:
 def test_a_pulse_that_has_seen_its_end_before_it_is_woken_may_be_woken_all_the_same(
     b: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pulse = Pulse(b.join(), "generator/0", 0, interval=0.02).start()
+    pulse = HeartbeatThread(b.join(), "generator/0", 0, interval=0.02).start()
     wake = pulse._client.wake
 
     def wake_late() -> None:
@@ -694,7 +694,7 @@ def test_a_pulse_that_has_seen_its_end_before_it_is_woken_may_be_woken_all_the_s
 
 
 def test_a_pulse_says_what_the_main_thread_has_no_time_for(b: Bench) -> None:
-    pulse = Pulse(b.join(), "generator/0", 0, interval=60.0).start()
+    pulse = HeartbeatThread(b.join(), "generator/0", 0, interval=60.0).start()
     note = Note("error", "generator/0 rank 0: a thread ended")
     pulse.say(note)
     assert b.wait_for(1) == [("generator/0:0", note)]

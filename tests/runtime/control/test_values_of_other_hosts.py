@@ -56,7 +56,7 @@ class Hosts:
     stack: ExitStack
 
     def __post_init__(self) -> None:
-        self.run = self.keys.door.run
+        self.run = self.keys.server.run
         self.died: list[str] = []
         self.server = self.new_server(ObjectReader(self.run, host="a"))
         self.stack.callback(self.server.close)

@@ -13,11 +13,11 @@ from penstock.runtime.record.checkpoints import (
     begin_checkpoint,
     checkpoint_of,
     complete_checkpoint,
-    discount,
     in_use,
     latest_checkpoint,
     newest_usable,
     read_best,
+    retire,
     surplus,
     sweep_checkpoints,
 )
@@ -108,7 +108,7 @@ def test_only_what_this_run_has_given_up_is_swept(folder: RunFolder) -> None:
 
 def keep(folder: RunFolder, number: int, best: str = "") -> list[str]:
     """The checkpoints that stay where so many do."""
-    for path in discount(folder, "ours", surplus(all_checkpoints(folder), number, best)).values():
+    for path in retire(folder, "ours", surplus(all_checkpoints(folder), number, best)).values():
         assert (path / "part").exists()  # it is all there, and does not count
     return [saved.folder.name for saved in all_checkpoints(folder)]
 

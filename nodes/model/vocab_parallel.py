@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Words:
+class VocabShard:
     """Part `part` of `parts` of a vocabulary, on the ranks of `group` (None: the default one) in order. With one part
     there is no communication.
 
@@ -92,7 +92,7 @@ def summed(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 class WordEmbedding(nn.Embedding):
     """An embedding of `words`, times `scale`. Its weights are the rank's own, and uninitialised."""
 
-    def __init__(self, words: Words, width: int, scale: float = 1.0) -> None:
+    def __init__(self, words: VocabShard, width: int, scale: float = 1.0) -> None:
         super().__init__(words.count, width)
         self.words, self.scale = words, scale
 
@@ -142,7 +142,7 @@ class _Shared(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, words: Words) -> Tensor:
+    def forward(ctx: Any, own: Tensor, words: VocabShard) -> Tensor:
         ctx.words = words
         # `all_gather` takes equal sizes only, and the last rank may have fewer words.
         padded = F.pad(own, (0, words.most - own.shape[-1])).contiguous()
