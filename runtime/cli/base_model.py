@@ -106,7 +106,7 @@ def _build(data: str, place: Path, tell: Callable[[Line], None]) -> None:
         if status == DONE and checkpoint is not None:
             os.replace(checkpoint.folder / "policy", place)
         elif status == DONE or errors:
-            raise CommandError("\n".join(["the base model could not be built:", *errors]))
+            raise CommandError("\n".join(["the base model could not be built:", *errors]), 1)
         else:
             # Stopped: the user does not want the run, so it must not go on without a base.
             raise Preempted if status == PREEMPTED else KeyboardInterrupt

@@ -83,7 +83,7 @@ def kept_here() -> Iterator[None]:
     try:
         yield
     except SystemExit:
-        raise CommandError(own_frames()) from None
+        raise CommandError(own_frames(), 1) from None
 
 
 @contextmanager
@@ -112,10 +112,10 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
             program = load(name)
         if not isinstance(program, Program):
             given = f"{name}: given a value of type {type(program).__name__}"
-            raise CommandError(f"{given}, needed a function with @program", 2)
+            raise CommandError(f"{given}, needed a function with @program")
         options, flags, typed, plan = parse(program, verb, name, argv)
     except GraphError as error:
-        raise CommandError(str(error), 2) from None
+        raise CommandError(str(error)) from None
     base = False
     with kept_here(), told_once(verb):
         graphs, faults = _trace(program, options, flags)

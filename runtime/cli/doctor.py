@@ -64,7 +64,7 @@ class DoctorFlags(OutputFlags):
 def main(argv: Sequence[str]) -> int:
     flags = read_flags(DoctorFlags, "doctor", argv)
     if flags.out and not flags.measure:
-        raise CommandError(f"--out: given {flags.out!r} without --measure, needed both", 2)
+        raise CommandError(f"--out: given {flags.out!r} without --measure, needed both")
     if flags.measure:
         path = Path(flags.out) if flags.out else cache_folder() / PROFILE
         facts = measure(path)
@@ -239,12 +239,12 @@ def measure(path: Path) -> dict[str, Any]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
-            raise CommandError(f"--out {path}: given a folder, needed a file", 2)
+            raise CommandError(f"--out {path}: given a folder, needed a file")
         # Try this first: measuring takes a minute, which would be lost.
         with TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise CommandError(str(disk_fault(path, error, choice="--out FILE")), 2) from error
+        raise CommandError(str(disk_fault(path, error, choice="--out FILE"))) from error
     raw = _asked("cpu", usable_cores())
     facts = cluster_facts(raw, {device: _asked("cuda", device) for device in Cluster.local().hosts[0].devices})
     Cluster.model_validate(facts)

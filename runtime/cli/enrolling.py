@@ -59,7 +59,7 @@ class Enrolled:
             came = self.desk.wait(self.agents.slots, seconds, self.agents.poll, tell, fewest=fewest)
         except EnrolmentError as error:
             self.reason = "not all agents joined in time"
-            raise CommandError("\n".join(filter(None, [str(error), self.agents.lacking()]))) from None
+            raise CommandError("\n".join(filter(None, [str(error), self.agents.lacking()])), 1) from None
         if came < total:
             self.desk.reserve(total - came)
         self.cluster = self.desk.cluster(self.bind)
@@ -115,7 +115,7 @@ def enrolment(flags: AgentsFlags, folder: RunFolder, name: str, need: Need | Non
         if need is not None and agents.slots < need.first:
             plural = "s" * (agents.slots > 1)
             given = f"given {agents.slots} agent{plural}, needed {need.first} for {need.why}"
-            raise CommandError(f"--on {flags.on}: {given} (--agents {need.first}); or {need.fewer}", 2)
+            raise CommandError(f"--on {flags.on}: {given} (--agents {need.first}); or {need.fewer}")
         keys = DeskKeys.read(Path(flags.ticket_keys)) if flags.ticket_keys else DeskKeys.make(name)
         port = 0
         if not flags.bind:
@@ -124,7 +124,7 @@ def enrolment(flags: AgentsFlags, folder: RunFolder, name: str, need: Need | Non
             try:
                 host, _, given = tcp_endpoint(flags.bind).removeprefix("tcp://").rpartition(":")
             except ValueError as error:
-                raise CommandError(f"--bind: {error}", 2) from None
+                raise CommandError(f"--bind: {error}") from None
             port = int(given)
         try:
             ip = resolved(host)
@@ -160,11 +160,11 @@ def check_agents(flags: AgentsFlags, cluster: str) -> None:
     given = {"--agents": flags.agents, "--bind": flags.bind, "--ticket-keys": flags.ticket_keys, "--place": flags.place}
     for flag, value in given.items():
         if value and not flags.on:
-            raise CommandError(f"given {flag} without --on, needed who starts the agents (--on agents)", 2)
+            raise CommandError(f"given {flag} without --on, needed who starts the agents (--on agents)")
     if flags.on and cluster:
-        raise CommandError("given --on and --cluster, needed one of them: agents say what their hosts have", 2)
+        raise CommandError("given --on and --cluster, needed one of them: agents say what their hosts have")
     if flags.on and flags.in_process:
-        raise CommandError("given --on and --in-process, needed one of them", 2)
+        raise CommandError("given --on and --in-process, needed one of them")
 
 
 def placed(
@@ -179,7 +179,7 @@ def placed(
         pool, numbers = _place(word)
         if wrong := [number for number in numbers if number >= len(names)]:
             needed = f"needed 0 to {len(names) - 1}, or more agents (--agents {max(wrong) + 1} is the fewest)"
-            raise CommandError(f"--place {word}: given agent {wrong[0]} of {len(names)}, {needed}", 2)
+            raise CommandError(f"--place {word}: given agent {wrong[0]} of {len(names)}, {needed}")
         pools[pool] = tuple(names[number] for number in dict.fromkeys(numbers))
     options: dict[str, Any] = {}
     if not pools and len(names) > 1 and graph is not None and GENERATOR in graph.pools():
@@ -199,6 +199,6 @@ def _place(word: str) -> tuple[str, list[int]]:
     for part in said.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)
         if not (pool and equals and match):
-            raise CommandError(f"--place: given {word!r}, needed POOL=NUMBERS, such as generator=1-3,5", 2)
+            raise CommandError(f"--place: given {word!r}, needed POOL=NUMBERS, such as generator=1-3,5")
         numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
     return pool, numbers

@@ -57,9 +57,9 @@ def main(argv: Sequence[str]) -> int:
     pools = [pool for pool in config.plan.pools if flags.value in pool.holds]
     if not pools:
         known = ", ".join(sorted({argument.name for argument in config.graph.carried}))
-        raise CommandError(f"--value: given {flags.value!r}, needed a carried value of the run: {known}", 2)
+        raise CommandError(f"--value: given {flags.value!r}, needed a carried value of the run: {known}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CommandError(f"--out: given {out}, which is there already; needed a new or empty folder", 2)
+        raise CommandError(f"--out: given {out}, which is there already; needed a new or empty folder")
     saved = _chosen(folder, flags.update)
     # Written to a fresh folder, which gets its name when it is complete.
     fresh = out.with_name(f".{out.name}.{os.getpid()}.part")
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         with in_use(saved):
             done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode:
-            raise CommandError(f"{flags.value} could not be exported: {done.stderr.rstrip()}")
+            raise CommandError(f"{flags.value} could not be exported: {done.stderr.rstrip()}", 1)
         os.rename(fresh, out)
     except OSError as error:
         raise disk_fault(out, error, choice="--out DIR") from error
@@ -94,4 +94,4 @@ def _chosen(folder: RunFolder, update: int | None) -> SavedCheckpoint:
     known = [other.update for other in all_checkpoints(folder)]
     if not known:
         raise CommandError(f"{folder.path}: given a run without a checkpoint, needed one that has one")
-    raise CommandError(f"--update: given {update}, needed the update of a checkpoint: {', '.join(map(str, known))}", 2)
+    raise CommandError(f"--update: given {update}, needed the update of a checkpoint: {', '.join(map(str, known))}")

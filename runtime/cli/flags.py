@@ -109,7 +109,7 @@ def read_flags(
     command, config = f"penstock {verb}", (tyro.conf.FlagCreatePairsOff,)
     names = [field.name.rstrip("_") for field in fields(cls)]  # type: ignore[arg-type]
     if said := unknown_flags(argv, names, command, about=about, fixed=fixed):
-        raise CommandError(said, 2)
+        raise CommandError(said)
     with fitting_help():
         flags = tyro.cli(readable(cls, argv), prog=command, description=inspect.getdoc(cls), args=argv, config=config)
     with usage_errors():

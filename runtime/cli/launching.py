@@ -72,12 +72,12 @@ def configure(traced: Traced, cluster: Cluster, model: str, plan: Plan | None = 
         before, after = error.object[: error.start], error.object[error.start :]
         given = before.rpartition('"')[2] + after.partition('"')[0]
         needed = "needed another path or name, for it travels in messages; a run folder may have any"
-        raise CommandError(f"given {given!r}, which is no UTF-8; {needed}", 2) from None
+        raise CommandError(f"given {given!r}, which is no UTF-8; {needed}") from None
     with usage_errors():
         check_rules(Tables(config.graph, config.plan), config.rules(0))
     for channel in config.channels().values():
         if why := why_not(flags.transport, channel.source, channel.replicas, flags.delta):
-            raise CommandError(f"--transport: given {flags.transport}: {why}; auto takes what all ranks can", 2)
+            raise CommandError(f"--transport: given {flags.transport}: {why}; auto takes what all ranks can")
     return config
 
 
@@ -245,7 +245,7 @@ def record_lacks(flags: RunOptions) -> Iterator[Fault]:
         if flags.keep_best:
             read_best(flags.keep_best)
     except ValueError as error:
-        raise CommandError(str(error), 2) from None
+        raise CommandError(str(error)) from None
     yield from filter(None, map(lacks, dict.fromkeys(flags.track)))
 
 
@@ -273,7 +273,7 @@ def require_processes(config: RunConfig, cluster: Cluster, flags: StartFlags) ->
     for replica in config.plan.replicas if flags.in_process else ():
         if len(replica.ranks) > 1:
             given = f"--in-process with {replica.name} of {len(replica.ranks)} ranks ({spelled(replica.mesh)})"
-            raise CommandError(f"{given}, needed one rank for each: they would wait for each other", 2)
+            raise CommandError(f"{given}, needed one rank for each: they would wait for each other")
 
 
 def finish(

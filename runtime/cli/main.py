@@ -1,8 +1,8 @@
 """`penstock VERB …`: one program, many verbs. This process never imports torch.
 
-Exit status: 0 success, 1 a fault or a failed run, 2 a wrong command line, 75 stopped by SIGTERM or SIGUSR1 (as a
-cluster manager does before it takes the machine away), 130 stopped by Ctrl-C or because its terminal closed, 141 if the
-reader of its output closed the pipe.
+Exit status: 0 success, 1 a fault or a failed run, 2 what cannot work as it was given, 75 stopped by SIGTERM or SIGUSR1
+(as a cluster manager does before it takes the machine away), 130 stopped by Ctrl-C or because its terminal closed, 141
+if the reader of its output closed the pipe.
 """
 
 import codecs
@@ -161,7 +161,7 @@ def _answer(words: Sequence[str]) -> int:
         if type(error).__module__.partition(".")[0] != "penstock":
             raise
         print(_shown(f"penstock {verb}: {error}", sys.stderr), file=sys.stderr)
-        return getattr(error, "status", 1)
+        return getattr(error, "status", 2)
 
 
 def _shown(text: str, stream: TextIO) -> str:
@@ -272,7 +272,7 @@ def agent(argv: Sequence[str]) -> int:
     flags = read_flags(AgentFlags, "agent", argv)
     if bool(flags.join) == bool(flags.ticket):
         given = "a JOIN_FILE and --ticket" if flags.join else "neither a JOIN_FILE nor --ticket"
-        raise CommandError(f"given {given}, needed one of them", 2)
+        raise CommandError(f"given {given}, needed one of them")
     folder = Path(flags.folder) if flags.folder else None
     with heard() as signals:
         if flags.ticket:

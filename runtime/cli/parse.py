@@ -78,7 +78,7 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     of_nodes = partial(_node_options, program)
     if said := unknown_flags(argv, known, f"penstock {verb} {name}", of_nodes):
         behind = "\nOptions of sbatch stand behind a --: --submit -- --nodes 4" if "--submit" in argv else ""
-        raise CommandError(f"{said}{behind}", 2)
+        raise CommandError(f"{said}{behind}")
     config = _config_argv(argv, known, of_nodes)
     argv = _spread(argv)
     typed = _typed([*config, *argv], known)
@@ -105,7 +105,7 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     given, flags = getattr(parsed, title), getattr(parsed, verb)
     if plan:
         if contrary := plan.contrary({key: value for key, value in vars(flags).items() if key in typed}):
-            raise CommandError("\n".join(map(str, contrary)), 2)
+            raise CommandError("\n".join(map(str, contrary)))
         flags = with_plan(flags, plan.options)
     with usage_errors():
         check_limits(flags)
@@ -161,8 +161,10 @@ def _plan_of(typed: Mapping[str, Sequence[str]]) -> "RunPlan | None":
     from penstock.runtime.plan.roles import PlanError
     from penstock.runtime.plan.run_plan import RunPlan
 
-    with usage_errors(PlanError):
+    try:
         return RunPlan.read(Path(file))
+    except PlanError as error:
+        raise CommandError(str(error)) from None
 
 
 def clashes(program: Program[..., Any], verb: str) -> dict[str, Fault]:
@@ -201,7 +203,7 @@ def _verb_defaults(program: Program[..., Any], verb: str) -> Any:
     flags = VERBS[verb]()
     known = {field.name for cls in VERBS.values() for field in dataclasses.fields(cls)}
     for key in program.defaults.keys() - known:
-        raise CommandError(f"{program.where}: defaults: there is no flag {key!r}{nearest(key, known)}", 2)
+        raise CommandError(f"{program.where}: defaults: there is no flag {key!r}{nearest(key, known)}")
     fitting = {field.name for field in dataclasses.fields(flags)} & program.defaults.keys()
     if isinstance(flags, Planning):
         fitting -= set(_not_planned(program))
@@ -298,16 +300,16 @@ def _config_argv(argv: Sequence[str], known: Mapping[str, Any], of_nodes: NodeOp
     try:
         table = tomllib.loads(Path(file).read_text())
     except OSError as error:
-        raise CommandError(f"--config {file}: cannot be read: {error.strerror}", 2) from None
+        raise CommandError(f"--config {file}: cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise CommandError(f"--config {file}: given something that is not TOML: {error}", 2) from None
+        raise CommandError(f"--config {file}: given something that is not TOML: {error}") from None
     words: list[str] = []
     for key, value in table.items():
         name = key.replace("-", "_")
         if isinstance(value, dict):
-            raise CommandError(f"--config {file}: {key!r} is a table, needed a value (flags are not grouped)", 2)
+            raise CommandError(f"--config {file}: {key!r} is a table, needed a value (flags are not grouped)")
         if name not in known or name == "config":
-            raise CommandError(f"--config {file}: unknown key {key!r}{nearest_flag(key, known, of_nodes, '')}", 2)
+            raise CommandError(f"--config {file}: unknown key {key!r}{nearest_flag(key, known, of_nodes, '')}")
         words += _words(name.replace("_", "-"), value, known[name])
     return words
 

@@ -17,17 +17,17 @@ from penstock.runtime.cli.base_model import PROFILE
 from penstock.runtime.cli.display import about, more, percent
 from penstock.runtime.cli.flags import PlanFlags, Planning
 from penstock.runtime.cli.tracing import CommandError, Traced, trace_program, usage_errors
-from penstock.runtime.cluster.cluster import ClusterError, read_cluster
+from penstock.runtime.cluster.cluster import read_cluster
 from penstock.runtime.cluster.placement import read_meshes
 from penstock.runtime.collection import uncollected
-from penstock.runtime.plan.calibrate import CalibrationError, calibrate
+from penstock.runtime.plan.calibrate import calibrate
 from penstock.runtime.plan.confidence import NOT_CALIBRATED, Confidence
-from penstock.runtime.plan.model_shape import ShapeError, read_shape
+from penstock.runtime.plan.model_shape import read_shape
 from penstock.runtime.plan.planner import Alternative, Planned, PoolPlan, plan
 from penstock.runtime.plan.roles import KEPT, roles_of, with_adapters, work_of
 from penstock.runtime.plan.run_plan import KEY as RUN
 from penstock.runtime.plan.run_plan import RunPlan, run_plan
-from penstock.runtime.plan.workload import LengthError, Workload, given_lengths
+from penstock.runtime.plan.workload import Workload, given_lengths
 from penstock.runtime.record.errors import visible
 from penstock.runtime.record.folder import absolute, write_atomic
 
@@ -48,8 +48,8 @@ def search(graph: Graph, flags: Planning, batch: int) -> Planned:
     is no plan."""
     for name, example in (("cluster", "32x8xH100 or a file"), ("model", "llama-70b or a model directory")):
         if not getattr(flags, name):
-            raise CommandError(f"--{name}: given nothing, needed such as {example}", 2)
-    with usage_errors(ClusterError, LengthError, ShapeError, CalibrationError):
+            raise CommandError(f"--{name}: given nothing, needed such as {example}")
+    with usage_errors():
         cluster, work = read_cluster(flags.cluster, cache_folder() / PROFILE), workload(graph, flags, batch)
         meshes = read_meshes(flags.mesh)
         confidence = NOT_CALIBRATED
@@ -58,7 +58,7 @@ def search(graph: Graph, flags: Planning, batch: int) -> Planned:
             cluster, confidence = found.on(cluster), Confidence(found.words)
     if not any(host.accelerators or host.gpu for host in cluster.hosts):
         needed = "needed GPUs; on cores run it, then `penstock simulate --from RUN` tells of other lags and replicas"
-        raise CommandError(f"--cluster {flags.cluster}: given hosts without GPUs, {needed}", 2)
+        raise CommandError(f"--cluster {flags.cluster}: given hosts without GPUs, {needed}")
     # A search keeps all its objects: garbage collection would find none, and take a third of the time.
     with uncollected():
         return plan(
@@ -89,17 +89,17 @@ def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
     """The workload by the flags; samples, epochs and minibatches are the program's."""
     roles = roles_of(graph)
     if flags.kept is not None and not roles.filters:
-        raise CommandError(f"--kept: given {flags.kept:g}, needed none, since {roles.graph} has no filter (keep)", 2)
+        raise CommandError(f"--kept: given {flags.kept:g}, needed none, since {roles.graph} has no filter (keep)")
     kept = KEPT if flags.kept is None else flags.kept
     if not 0 < kept <= 1:
-        raise CommandError(f"--kept: given {kept:g}, needed a share above 0, 1 at most", 2)
+        raise CommandError(f"--kept: given {kept:g}, needed a share above 0, 1 at most")
     shape = with_adapters(read_shape(flags.model), graph, roles.cycle[0], flags.lora, flags.lora_targets)
     if shape.context and flags.max_tokens >= shape.context:
         needed = f"1 to {shape.context - 1}: the context of {shape.name} has {shape.context} tokens"
-        raise CommandError(f"--max-tokens: given {flags.max_tokens}, needed {needed}, and a prompt takes one", 2)
+        raise CommandError(f"--max-tokens: given {flags.max_tokens}, needed {needed}, and a prompt takes one")
     if flags.prompt_tokens > flags.max_prompt:
         needed = f"at most the {flags.max_prompt} of --max-prompt: the mean of prompts is no more than the longest"
-        raise CommandError(f"--prompt-tokens: given {flags.prompt_tokens}, needed {needed}", 2)
+        raise CommandError(f"--prompt-tokens: given {flags.prompt_tokens}, needed {needed}")
     return work_of(
         roles, shape, batch, given_lengths(flags.lengths, flags.max_tokens), flags.max_tokens,
         max_prompt=flags.max_prompt,

@@ -89,7 +89,7 @@ def resume(argv: Sequence[str]) -> int:
     check_agents(flags, flags.cluster)
     if flags.on in ELSEWHERE:
         needed = f"needed `penstock run … --on {flags.on} --out DIR`, which goes on with a run, too"
-        raise CommandError(f"--on: given {flags.on}, {needed}", 2)
+        raise CommandError(f"--on: given {flags.on}, {needed}")
     given = changes(flags)
     status = go_on(folder, flags, given, began)
     return restarted(status, folder.path, flags, given)
@@ -149,12 +149,12 @@ def go_on(
         before, was, done = past.config, past.asked, past.updates
         options = replace(before.flags, **given)
         if options.updates < done:
-            raise CommandError(f"--updates: given {options.updates}, but {done} are done already; needed more", 2)
+            raise CommandError(f"--updates: given {options.updates}, but {done} are done already; needed more")
         if options.updates == done and past.summary.get("status") == "done":
             raise AllDone(f"{folder.path}: all {done} updates are done; --updates {2 * done} would go on")
         if was.get("agents") and not (flags.on or flags.cluster or flags.in_process):
             ended = "given a run whose hosts were agents with a ticket, which have ended with it"
-            raise CommandError(f"{folder.path}: {ended}; needed: {going_on(folder)}", 2)
+            raise CommandError(f"{folder.path}: {ended}; needed: {going_on(folder)}")
         need = needed_agents(flags, options) if flags.on and options.first_generators else None
         enrolled = stack.enter_context(enrolment(flags, folder, before.graph.name, need)) if flags.on else None
         if enrolled is not None:

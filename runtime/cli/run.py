@@ -63,7 +63,7 @@ def require_consistent(flags: RunFlags, manager_args: Sequence[str]) -> Manager 
     check_agents(flags, flags.cluster)
     manager = submitter(flags, manager_args)
     if manager is None and flags.resume == "auto" and not flags.out:
-        raise CommandError("--resume auto: given no --out DIR, needed the folder in which the run is or will be", 2)
+        raise CommandError("--resume auto: given no --out DIR, needed the folder in which the run is or will be")
     return manager
 
 
@@ -81,7 +81,6 @@ def sound_run(found: Chosen, cluster: Cluster) -> RunConfig:
             f"--model: given none for --data {flags.data}{whose}; needed --model DIR, a model that knows such data: "
             f"the one that is built by default knows arithmetic only, and --model {NEW} is untrained (--help has what "
             f"{traced.name} says of it)",
-            2,
         )
     return config
 
@@ -185,7 +184,7 @@ def _go_on_as(traced: Traced, began: float, early: Early | None) -> int:
                 differ(name, f"one with SHA-256 {now[what]}" if now[what] else "", then[what])
     if differences:
         text = f"{folder.path}: --resume auto: the run there was started by another command line; nothing was changed:"
-        raise CommandError("\n".join([text, *differences]), 2)
+        raise CommandError("\n".join([text, *differences]))
     if flags.cluster and Cluster.read(Path(flags.cluster)) == cluster_of(folder, was):
         flags = replace(flags, cluster="")
     try:

@@ -209,7 +209,7 @@ def given_durations(
         except ValueError:
             mean, sigma = -1.0, 0.0
         if not (min(mean, sigma) >= 0 and max(mean, sigma) < inf):
-            raise CommandError(f"--duration: given {word!r}, needed seconds and sigma, such as {name}=0.05~0.5", 2)
+            raise CommandError(f"--duration: given {word!r}, needed seconds and sigma, such as {name}=0.05~0.5")
         if name in SYNC:
             sync[name] = mean
         else:
@@ -224,7 +224,7 @@ def named_node(flag: str, word: str, names: Sequence[str], none: str) -> tuple[s
     for name in names:
         if given in (name, label_of(name)):
             return name, rest
-    raise CommandError(f"{flag}: given {word!r}, needed {f'one of {labels(names)}' if names else none} before '='", 2)
+    raise CommandError(f"{flag}: given {word!r}, needed {f'one of {labels(names)}' if names else none} before '='")
 
 
 def labels(names: Sequence[str]) -> str:

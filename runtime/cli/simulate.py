@@ -70,7 +70,7 @@ def _of_program(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
         return [name for name in names if getattr(flags, name) != getattr(default, name)]
 
     def refuse(name: str, said: str) -> CommandError:
-        return CommandError(f"--{name.replace('_', '-')}: given {said}", 2)
+        return CommandError(f"--{name.replace('_', '-')}: given {said}")
 
     said = changed([field.name for field in fields(Planning)])
     # --slots applies to both: to a plan, and to a generator with given seconds.
@@ -149,7 +149,7 @@ def timing(graph: Graph, words: Sequence[str], seed: int = 0) -> tuple[Durations
     if missing := [node.name for node in calls if node.name not in durations.nodes]:
         example = " ".join(f"{label_of(name)}=0.05" for name in missing)
         others = "or a plan (--cluster and --model), or a run that has ended (penstock simulate --from RUN)"
-        raise CommandError(f"no duration of {labels(missing)}; needed all, such as --duration {example}, {others}", 2)
+        raise CommandError(f"no duration of {labels(missing)}; needed all, such as --duration {example}, {others}")
     sync_s = durations.publish + durations.wire + durations.swap
     return durations, means | said | {node.name: sync_s for node in graph.nodes if node.construct == "broadcast"}
 
@@ -171,7 +171,7 @@ def _numbers(
         except ValueError:
             found[name] = -1.0
         if not 0 <= found[name] <= most:
-            raise CommandError(f"{flag}: given {word!r}, needed {what}, such as {name}={example}", 2)
+            raise CommandError(f"{flag}: given {word!r}, needed {what}, such as {name}={example}")
     return found
 
 
@@ -201,7 +201,7 @@ def planned(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
             said, needed = getattr(plan.work, name), getattr(roles, name)
             if said != needed:
                 what = f"given a plan for {name} {said}, needed {needed}, as the program has"
-                raise CommandError(f"--plan {flags.plan}: {what}", 2)
+                raise CommandError(f"--plan {flags.plan}: {what}")
     else:
         plan = search(graph, flags, flags.batch or PlanFlags().batch).costed
     scene = Scene(graph, plan, flags.seed, durations.nodes)

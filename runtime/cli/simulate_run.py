@@ -94,7 +94,7 @@ def recorded(flags: RecordedFlags) -> Schedule:
     if stage is None or fitted is None:
         done = len(stage.followed.ends) if stage is not None else 0
         given = f"given a run that has finished {done} updates and not every node's firing once"
-        raise CommandError(f"{FLAG} {flags.from_}: {given}, needed one that has finished an update", 2)
+        raise CommandError(f"{FLAG} {flags.from_}: {given}, needed one that has finished an update")
     graph, plan = _changed(stage, facts, flags)
     before = stage.origin.rules
     versions, order = flags.versions or before.versions, flags.order or before.order
@@ -168,12 +168,12 @@ def require_variable(argv: Sequence[str]) -> None:
     """Raises CommandError for a PROGRAM, and for a flag of the program or of `simulate` that `--from` cannot vary."""
     if not argv[0].startswith("-"):
         given = f"given the program {argv[0]} beside {FLAG}"
-        raise CommandError(f"{given}, needed one of both: a run is simulated with the program that it has", 2)
+        raise CommandError(f"{given}, needed one of both: a run is simulated with the program that it has")
     # Before tyro parses them: it does not know the flags of the run's program.
     words = [*argv, ""]
     path = next((b if a == FLAG else a.partition("=")[2] for a, b in pairwise(words) if a.startswith(FLAG)), "")
     if not path or path.startswith("-"):
-        raise CommandError(f"{FLAG}: given no folder, needed that of a run", 2)
+        raise CommandError(f"{FLAG}: given no folder, needed that of a run")
     graph = RunConfig.load(RunFolder.open(path)).graph
     able = {field.name.rstrip("_") for field in fields(RecordedFlags)}
     own = {name for name, _ in graph.options}
@@ -185,7 +185,7 @@ def require_variable(argv: Sequence[str]) -> None:
             free = ("lag", "generators", "slots", "versions", "order", "updates", "duration")
             shown = ", ".join(f"--{each}" for each in free)
             given = f"--{name.replace('_', '-')}: given {what} beside {FLAG}"
-            raise CommandError(f"{given}, needed one that durations do not depend on: {shown}", 2)
+            raise CommandError(f"{given}, needed one that durations do not depend on: {shown}")
 
 
 def _changed(stage: StageHistory, facts: Facts, flags: RecordedFlags) -> tuple[Graph, Plan]:
@@ -195,11 +195,11 @@ def _changed(stage: StageHistory, facts: Facts, flags: RecordedFlags) -> tuple[G
     for name in ("lag", "generators", "slots"):
         if pool is None and getattr(flags, name) is not None:
             given = f"--{name}: given for {graph.name}, in which nothing samples with broadcast weights"
-            raise CommandError(f"{given}, needed none", 2)
+            raise CommandError(f"{given}, needed none")
     if flags.lag is not None:
         graph = with_lag(graph, stage.tables.max_lag, flags.lag)
         if faults := check(graph):
-            raise CommandError(f"--lag {flags.lag}: {faults_text(faults)}", 2)
+            raise CommandError(f"--lag {flags.lag}: {faults_text(faults)}")
     capacity = None
     if flags.slots is not None:
         # As many groups at once as `penstock run` gives a generator with this many slots.

@@ -91,18 +91,18 @@ def submitter(flags: RunFlags, manager_args: Sequence[str]) -> Manager | None:
         meant = [f"--on {word}{f' {_flag(one.by)}' * bool(one.by)}" for word, one in SUBMITTERS.items()
                  if each.name in one.flags]  # fmt: skip
         if getattr(flags, each.name) != each.default and (found is None or each.name not in found.flags):
-            raise CommandError(f"given {_flag(each.name)} {on}, needed {' or '.join(meant)}", 2)
+            raise CommandError(f"given {_flag(each.name)} {on}, needed {' or '.join(meant)}")
     if manager_args and (found is None or not found.manager_args):
-        raise CommandError(f"given {' '.join(manager_args)!r} behind a -- {on}, needed flags of the run alone", 2)
+        raise CommandError(f"given {' '.join(manager_args)!r} behind a -- {on}, needed flags of the run alone")
     if found is None:
         return None
     for name, whose in found.owned.items():
         if getattr(flags, name):
-            raise CommandError(f"given {_flag(name)} {on}, needed none: {whose} has its own", 2)
+            raise CommandError(f"given {_flag(name)} {on}, needed none: {whose} has its own")
     if lacking := [name for name in found.needed if not getattr(flags, name)]:
         rows = [f"  {_flag(name)}: {found.needed[name]}" for name in lacking]
         head = f"--on {flags.on}: given no {', '.join(map(_flag, lacking))}, needed:"
-        raise CommandError("\n".join([head, *rows]), 2)
+        raise CommandError("\n".join([head, *rows]))
     return found
 
 
@@ -131,7 +131,7 @@ def on_kubernetes(asked: Submission) -> int:
         tell(f"the JobSet {workload.name} is created, its run folder is {workload.folder} of {workload.claim}")
         done = kubernetes.follow(workload, _startup_deadline(asked), tell)
     except kubernetes.KubernetesError as error:
-        raise CommandError(f"{error}; {goes_on}" if goes_on and not error.gone else str(error)) from None
+        raise CommandError(f"{error}; {goes_on}" if goes_on and not error.gone else str(error), 1) from None
     except KeyboardInterrupt:
         tell(f"the JobSet {workload.name} goes on; {kubernetes.hints(workload)}")
         raise
@@ -179,7 +179,7 @@ def on_slurm(asked: Submission) -> int:
     try:
         number = slurm_jobs.submit(job)
     except SlurmError as error:
-        raise CommandError(str(error)) from None
+        raise CommandError(str(error), 1) from None
     except OSError as error:
         raise disk_fault(job.folder, error, choice="--out DIR") from error
     hints = slurm_jobs.hints(job, number)
@@ -187,7 +187,7 @@ def on_slurm(asked: Submission) -> int:
         tell(f"job {number} is submitted, its script is {job.script}; {hints}")
         done = slurm_jobs.follow(job, number, tell, lambda text: print(visible(text), end="", flush=True))
     except SlurmError as error:
-        raise CommandError(f"{error}; job {number} goes on: {hints}") from None
+        raise CommandError(f"{error}; job {number} goes on: {hints}", 1) from None
     except (KeyboardInterrupt, OSError):  # OSError: the pipe or terminal of this command is closed
         tell(f"job {number} goes on; {hints}")
         raise
@@ -212,7 +212,7 @@ def _job(asked: Submission) -> slurm_jobs.Job:
             grace=grace,
         )
     if job.array and "seed" in typed:
-        raise CommandError("given --seed and --array, needed one of them: a task's seed is its number", 2)
+        raise CommandError("given --seed and --array, needed one of them: a task's seed is its number")
     return job
 
 

@@ -40,23 +40,23 @@ DEADLINE = 300.0
 
 
 class CommandError(Exception):
-    """Ends the command with a message for the user, and an exit status: 2 for a wrong command line, else 1."""
+    """Ends the command with a message for the user, and an exit status: 2 for what cannot work as it was given, 1 for
+    what has failed while it was at work."""
 
-    def __init__(self, message: str, status: int = 1) -> None:
+    def __init__(self, message: str, status: int = 2) -> None:
         super().__init__(message)
         self.status = status
 
 
 @contextmanager
-def usage_errors(*kinds: type[ValueError]) -> Iterator[None]:
-    """Convert a plain ValueError, or one of `kinds`, into a CommandError with exit status 2 (a wrong command line)."""
+def usage_errors() -> Iterator[None]:
+    """Convert a plain ValueError into a CommandError. Its subclasses of ours go on to `main` as they are."""
     try:
         yield
     except ValueError as error:
-        # Other subclasses go on to `main`, with the exit status of their class.
-        if type(error) is not ValueError and not isinstance(error, kinds):
+        if type(error) is not ValueError:
             raise
-        raise CommandError(str(error), 2) from None
+        raise CommandError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ def trace_program(
         if argv[0] in ("-h", "--help"):
             verb_help(verb, built_in())
         if said := unknown_flags(argv[:1], [field.name for field in fields(VERBS[verb])], f"penstock {verb} PROGRAM"):
-            raise CommandError(said, 2)
+            raise CommandError(said)
     if not argv or argv[0].startswith("-"):
         known = f"{', '.join(built_in())}, package.module:function or file.py:function"
-        raise CommandError(f"given {given}, needed a PROGRAM: {known} (`penstock {verb} --help`)", 2)
+        raise CommandError(f"given {given}, needed a PROGRAM: {known} (`penstock {verb} --help`)")
     # The child needs seconds to import torch. Meanwhile import the modules that are needed for its answer.
     taken = (*meanwhile, "penstock.graph.errors", "penstock.graph.ir", "penstock.runtime.cli.flags")
     what = f"{argv[0]}: the process that imports and traces it"
@@ -181,7 +181,7 @@ def ask_child(
                 write_question()
                 status = _started(function, memfd.fileno(), meanwhile, deadline)
         except TimeoutError:
-            raise CommandError(f"{what} has not answered within {deadline:g} s") from None
+            raise CommandError(f"{what} has not answered within {deadline:g} s", 1) from None
         memfd.seek(0)
         text = memfd.read()
     if status == -signal.SIGPIPE:  # the reader of its help closed the pipe
@@ -190,7 +190,7 @@ def ask_child(
         raise SystemExit(status)
     if status:
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
-        raise CommandError(f"{what} ended with {how}")
+        raise CommandError(f"{what} ended with {how}", 1)
     found = json.loads(text)
     if isinstance(found, dict) and "error" in found:
         raise CommandError(found["error"], 2 if found["usage"] else 1)

@@ -12,15 +12,6 @@ from typing import Protocol
 class AgentsError(ValueError):
     """The agents that were asked for cannot be started: no allocation, too few nodes, a missing command."""
 
-    # The exit status of the command.
-    status = 1
-
-
-class CountError(AgentsError):
-    """The number of agents that was asked for is impossible."""
-
-    status = 2
-
 
 class Agents(Protocol):
     """The agents of a run, one for each slot. The constructor takes the number that the user asks for, None for all
@@ -57,7 +48,7 @@ class ExternalAgents:
 
     def __init__(self, count: int | None) -> None:
         if count is None:
-            raise CountError("--on agents: given no --agents N, needed how many agents will come")
+            raise AgentsError("--on agents: given no --agents N, needed how many agents will come")
         self.slots, self.address = count, ""
 
     def start(self, ticket: Path, tell: Callable[[str], None]) -> None:

@@ -169,7 +169,7 @@ def _ticket(file: Path, until: float, tell: Callable[[str], None]) -> tuple[Tick
             if bad[0] != mark:
                 bad = mark, monotonic()
             if mark is None and isinstance(error.__cause__, FileNotFoundError):
-                raise NoDesk(str(error), error.status) from None
+                raise NoDesk(str(error), 2) from None
             # Waiting does not help if other users may read it, nor if it stayed unreadable or malformed for `WHOLE_S`.
             if error.__cause__ is None or mark is None or monotonic() - bad[1] > WHOLE_S:
                 raise

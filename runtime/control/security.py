@@ -34,9 +34,7 @@ class KeyPair:
 
 
 class KeyFileError(ValueError):
-    """A file is no key file, or other users may read it. `status` is the exit status of a command that was given it."""
-
-    status: ClassVar[int] = 2
+    """A file is no key file, or other users may read it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import IO
 
 from penstock import module_command
 from penstock.runtime.cluster.endpoints import AddressError, own_address, resolved
-from penstock.runtime.control.agents import AgentsError, CountError
+from penstock.runtime.control.agents import AgentsError
 from penstock.runtime.control.process import describe_exit
 from penstock.runtime.record.folder import make_folder, open_append
 
@@ -62,7 +62,7 @@ class SlurmAgents:
         self._nodes = hostnames(nodes)
         if count is not None and count > len(self._nodes):
             given = f"given --agents {count}, but job {self._job} has {len(self._nodes)} nodes ({nodes})"
-            raise CountError(f"--on slurm: {given}; needed one for each agent (--nodes {count}), or fewer agents")
+            raise AgentsError(f"--on slurm: {given}; needed one for each agent (--nodes {count}), or fewer agents")
         self.slots = count or len(self._nodes)
         self._own = environment.get("SLURMD_NODENAME", "")
         others = {f"{prefix}_{name}" for prefix in ("SLURM", "SRUN") for name in OF_OTHER_TASKS}

@@ -27,7 +27,7 @@ from penstock.runtime.cluster.gpus import Gpu, Precision
 from penstock.runtime.plan.collectives import SAFE, Cost
 from penstock.runtime.plan.decode_cost import Generator, generator_memory, rollout_s
 from penstock.runtime.plan.model_shape import Parallel, Shape
-from penstock.runtime.plan.roles import AskedError, Models
+from penstock.runtime.plan.roles import Models, PlanError
 from penstock.runtime.plan.train_cost import Memory, Trainer, beside_memory, host_moments, packed, trainer_memory
 from penstock.runtime.plan.workload import BoolArray, FloatArray, IntArray, Workload
 
@@ -95,7 +95,7 @@ class NodeGroup:
 
 
 def node_groups(cluster: Cluster) -> tuple[NodeGroup, ...]:
-    """The node groups of a cluster, in the order of its hosts. Raises AskedError for a cluster without GPUs,
+    """The node groups of a cluster, in the order of its hosts. Raises PlanError for a cluster without GPUs,
     ClusterError for a kind of GPU that the cluster does not describe."""
     alike = defaultdict[tuple[str, int], list[Host]](list)
     for host in cluster.hosts:
@@ -103,7 +103,7 @@ def node_groups(cluster: Cluster) -> tuple[NodeGroup, ...]:
             alike[host.gpu, len(host.accelerators)].append(host)
     if not alike:
         given = f"{len(cluster.hosts)} hosts without GPUs"
-        raise AskedError(f"cluster: given {given}, needed one or more with devices and their kind, gpu = …")
+        raise PlanError(f"cluster: given {given}, needed one or more with devices and their kind, gpu = …")
     return tuple(
         NodeGroup(
             kind,

@@ -30,7 +30,7 @@ from penstock.runtime.plan.candidates import (
 )
 from penstock.runtime.plan.decode_cost import generator_memory
 from penstock.runtime.plan.model_shape import Parallel
-from penstock.runtime.plan.roles import AskedError, Models, PlanError, Roles
+from penstock.runtime.plan.roles import Models, PlanError, Roles
 from penstock.runtime.plan.search import Search
 from penstock.runtime.plan.train_cost import Memory, Trainer, host_moments, trainer_memory
 from penstock.runtime.plan.workload import Lengths, Listed, Lognormal
@@ -53,9 +53,9 @@ def check_pins(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence
         given = f"--mesh {pool}={spelled(axes)}: given {ranks} ranks"
         kind: Kind = "generator" if pool == roles.generator else "trainer"
         if lack := axis_lack(kind, axes) or cut_lack(kind, candidates.work.shape, axes):
-            raise AskedError(f"--mesh {pool}={spelled(axes)} [{lack.code}]: given {lack.given}, needed {lack.needed}")
+            raise PlanError(f"--mesh {pool}={spelled(axes)} [{lack.code}]: given {lack.given}, needed {lack.needed}")
         if ranks > largest.gpus:
-            raise AskedError(f"{given}, needed at most the {largest.gpus} GPUs of kind {largest.kind}")
+            raise PlanError(f"{given}, needed at most the {largest.gpus} GPUs of kind {largest.kind}")
         if pool == roles.generator:
             known = any(candidates.bases(nodes) for nodes in node_groups)
         else:
@@ -64,7 +64,7 @@ def check_pins(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence
             needed = (
                 "whole hosts, a divisor of one or any part of a single one, and tp within a host or over whole ones"
             )
-            raise AskedError(f"{given} for {candidates.work.shape.name}, needed {needed}")
+            raise PlanError(f"{given} for {candidates.work.shape.name}, needed {needed}")
 
 
 def refuse(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[NodeGroup]) -> PlanError:

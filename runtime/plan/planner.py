@@ -19,7 +19,7 @@ from penstock.runtime.plan.candidates import RESORTS, LayoutCandidates, NodeGrou
 from penstock.runtime.plan.confidence import NOT_CALIBRATED, Confidence
 from penstock.runtime.plan.infeasible import check_pins, enough, refuse
 from penstock.runtime.plan.model_shape import AXES
-from penstock.runtime.plan.roles import AskedError, PlanError, Roles, assumptions, roles_of
+from penstock.runtime.plan.roles import PlanError, Roles, assumptions, roles_of
 from penstock.runtime.plan.search import Allocation, GpuSplit, Outcome, Search, Solution
 from penstock.runtime.plan.simulate import KEY, Costed, costed
 from penstock.runtime.plan.train_cost import Memory, beside_memory, recomputation
@@ -213,7 +213,7 @@ def plan(
         kinds = ", ".join(dict.fromkeys(nodes.kind for nodes in found))
         able = " or ".join(p for p in get_args(Precision) if any(nodes.gpu.computes(p) for nodes in found))
         given = f"given GPUs of kind {kinds}, which do not compute in it"
-        raise AskedError(f"{asked} {precision} [no-precision]: {given}, needed {able}")
+        raise PlanError(f"{asked} {precision} [no-precision]: {given}, needed {able}")
     pinned = _pins(roles, meshes or {}, pins or Pins())
     every = [
         LayoutCandidates(work, roles.lag, slots, pinned, roles.models, precision, resorts)
@@ -291,7 +291,7 @@ def _pins(roles: Roles, meshes: Mapping[str, Axes], others: Pins) -> Pins:
     for pool, axes in meshes.items():
         if pool not in known:
             needed = f"needed one of: {', '.join(known)}"
-            raise AskedError(f"--mesh {pool}={spelled(axes)}: no such pool with a model, {needed}")
+            raise PlanError(f"--mesh {pool}={spelled(axes)}: no such pool with a model, {needed}")
     # In the form of `Parallel.axes`: outermost first, without axes of size 1.
     sorted_axes = {
         pool: tuple(sorted((axis for axis in axes if axis[1] > 1), key=lambda axis: AXES.index(axis[0])))

@@ -12,7 +12,6 @@ it would be wrong, not approximate.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 from penstock.graph.ir import Argument, Graph, Node
 from penstock.graph.types import Context, LoraPolicy
@@ -26,13 +25,6 @@ KEPT = 0.7
 
 class PlanError(ValueError):
     """No plan can be made. The message says what was given, what is needed, and where."""
-
-
-class AskedError(PlanError):
-    """A request that is impossible for any program and model: a mistake on the command line. `status` is the command's
-    exit status."""
-
-    status: ClassVar[int] = 2
 
 
 @dataclass(frozen=True)
@@ -218,7 +210,7 @@ def work_of(
     """The workload of an update of `prompts` groups; samples, epochs and minibatches are the program's."""
     if roles.accumulate and prompts % roles.accumulate:
         given = f"{roles.cycle[-1]} in parts of {roles.accumulate} groups, and a batch of {prompts}"
-        raise AskedError(f"--batch [indivisible-batch]: given {given}, needed a multiple of {roles.accumulate}")
+        raise PlanError(f"--batch [indivisible-batch]: given {given}, needed a multiple of {roles.accumulate}")
     return Workload(
         shape,
         prompts,

@@ -6,7 +6,7 @@ Pure: `runtime.record.event_log` reads the file and its chain of hashes.
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -22,7 +22,9 @@ Digest = Callable[[Sequence[Command]], bytes]
 
 
 class ReplayError(ValueError):
-    """The scheduler's decision differs from the log; names the record."""
+    """The scheduler's decision differs from the log; names the record. `status` is the exit status of the command."""
+
+    status: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)

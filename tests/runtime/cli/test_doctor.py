@@ -157,7 +157,7 @@ def test_a_user_without_a_home_has_the_cache_in_a_folder_of_its_own_or_is_told_w
     assert (cache_folder(), own.stat().st_mode & 0o777) == (own / "cache", 0o700)
     own.chmod(0o755)
     assert found("cache").verdict == "lack"
-    assert _answer(["doctor", "--measure"]) == 1
+    assert _answer(["doctor", "--measure"]) == 2
     said = capsys.readouterr().err
     assert all(word in said for word in ("penstock doctor: ", str(own), "PENSTOCK_CACHE=DIR"))
 
@@ -205,7 +205,7 @@ def test_it_can_be_kept_elsewhere_and_said_as_json(tmp_path: Path, capsys: Outpu
 def test_what_cannot_be_measured_or_kept_is_said_with_what_is_needed(
     words: list[str], said: str, status: int, tmp_path: Path, children: dict[str, Any]
 ) -> None:
-    children["cpu"] = CommandError("no room")
+    children["cpu"] = CommandError("no room", 1)
     (tmp_path / "file").touch()
     with pytest.raises(CommandError, match=said) as error:
         doctor.main([word.format(tmp_path) for word in words])

@@ -142,7 +142,7 @@ def test_the_stream_of_a_finished_run_has_a_page_and_an_end(watching: Watching) 
 
 def test_a_port_in_use_is_told(watching: Watching, finished: Path, refuse: Refuse) -> None:
     status, said = refuse("watch", finished, "--port", watching.url.port)
-    assert (status, f"--port: given {watching.url.port}, which is in use" in said) == (1, True)
+    assert (status, f"--port: given {watching.url.port}, which is in use" in said) == (2, True)
 
 
 def test_ctrl_c_ends_it_without_a_word_even_while_somebody_reads(folder: RunFolder) -> None:

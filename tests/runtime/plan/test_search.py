@@ -38,7 +38,7 @@ from penstock.runtime.plan.collectives import Cost
 from penstock.runtime.plan.infeasible import SHORTEST
 from penstock.runtime.plan.model_shape import SHAPES, Parallel, Shape
 from penstock.runtime.plan.planner import Planned, plan
-from penstock.runtime.plan.roles import AskedError, Models, PlanError, Roles, roles_of, work_of
+from penstock.runtime.plan.roles import Models, PlanError, Roles, roles_of, work_of
 from penstock.runtime.plan.run_plan import pool_layouts, run_plan
 from penstock.runtime.plan.search import (
     Allocation,
@@ -768,7 +768,7 @@ def test_layouts_are_made_only_when_their_bound_is_the_lowest_left() -> None:
 
 
 def test_a_precision_that_no_gpu_computes_in_is_refused_by_name() -> None:
-    with pytest.raises(AskedError, match=r"\[no-precision\]: given GPUs of kind A100, .* needed fp32 or bf16"):
+    with pytest.raises(PlanError, match=r"\[no-precision\]: given GPUs of kind A100, .* needed fp32 or bf16"):
         plan(_graph("aipo"), read_cluster("1x8xA100"), _work("qwen3-1.7b", 4), generator_precision="fp8")
 
 

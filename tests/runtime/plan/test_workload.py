@@ -15,7 +15,7 @@ from penstock.graph import load, trace
 from penstock.runtime.cluster.gpus import GPUS, HostTime
 from penstock.runtime.plan.decode_cost import Generator, Lines, rollout
 from penstock.runtime.plan.model_shape import SHAPES, Parallel
-from penstock.runtime.plan.roles import AskedError, roles_of, work_of
+from penstock.runtime.plan.roles import PlanError, roles_of, work_of
 from penstock.runtime.plan.train_cost import Trainer
 from penstock.runtime.plan.workload import LengthError, Listed, Lognormal, Workload, fitted, given_lengths, read_lengths
 
@@ -139,7 +139,7 @@ def test_a_program_in_parts_is_costed_so_and_a_batch_that_they_do_not_divide_is_
     graph = trace(load("grpo"), {"accumulate": 4})
     found = work_of(roles_of(graph), SHAPES["llama-8b"], 16, Lognormal(100, 0.7, 256), 256)
     assert found.parts == 4
-    with pytest.raises(AskedError, match="in parts of 4 groups, and a batch of 18"):
+    with pytest.raises(PlanError, match="in parts of 4 groups, and a batch of 18"):
         work_of(roles_of(graph), SHAPES["llama-8b"], 18, Lognormal(100, 0.7, 256), 256)
     trainer = Trainer(SHAPES["llama-8b"], GPUS["H100"], Parallel(pp=2))
     whole, parts = (trainer.update(found.sequence_tokens, parts=n) for n in (1, 4))
