@@ -151,7 +151,7 @@ def test_no_failure_ends_nothing() -> None:
 def test_an_order_that_is_too_large_is_named_with_its_node_and_its_groups() -> None:
     graph = trace(load("toy"))
     update = next(node for node in graph.nodes if node.clock == "update" and node.construct == "call")
-    groups = range(40_000)
+    groups = range(160_000)
     handle = ObjectRef("penstock-0123456789ab-generator.0.0-0", 1 << 20, 4096, 1 << 20, "generator.0.0")
     commands = (Free((Firing("generate", 0),), "trainer/0"), Fire(Firing(update.name, 3), "trainer/0", tuple(groups)))
     order = Order(commands, tuple((Firing("generate", group), "rollouts", handle) for group in groups))
@@ -159,7 +159,7 @@ def test_an_order_that_is_too_large_is_named_with_its_node_and_its_groups() -> N
         pack(order)
     failure = too_large(caught.value, [graph])
     assert (failure.code, failure.held) == (FailureCode.NODE, False)
-    named = (update.where, repr(update.name), "trainer/0", "40000 groups", "its handles", str(MAX_BYTES), "--batch")
+    named = (update.where, repr(update.name), "trainer/0", "160000 groups", "its handles", str(MAX_BYTES), "--batch")
     assert [part for part in named if part not in failure.text] == []
 
 

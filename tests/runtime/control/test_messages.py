@@ -1,5 +1,6 @@
 """Every message crosses the wire whole, and nothing else does: what does not fit its annotation is refused."""
 
+import json
 import types
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -17,6 +18,7 @@ from penstock.runtime.control.messages import (
     Codec,
     Exited,
     Hello,
+    Manifest,
     Message,
     MessageError,
     Order,
@@ -39,9 +41,12 @@ from penstock.runtime.schedule.events import (
     Done,
     Event,
     Others,
+    Published,
     ReplicaJoined,
     ReplicaLost,
 )
+from penstock.runtime.tensor.layout import Layout
+from penstock.runtime.tensor.wire_format import converted
 
 MESSAGES = get_args(Message)
 DONE = Done(Firing("generate", 3), "generator/0")
@@ -163,6 +168,19 @@ def test_depth_and_length_end_where_the_annotation_or_the_bytes_do() -> None:
         codec.unpack(b"\0" * (MAX_BYTES + 1))
     with pytest.raises(MessageError, match=str(MAX_BYTES)):
         Codec[Any](One, "value").pack(One("x" * MAX_BYTES))
+
+
+def test_what_is_known_of_the_largest_mixtures_of_experts_fits_into_a_message() -> None:
+    """The weights of Qwen3-235B-A22B, with scales."""
+    maps = [f"mlp.experts.{expert}.{name}" for expert in range(128) for name in ("gate_proj", "up_proj", "down_proj")]
+    maps += [f"self_attn.{name}_proj" for name in "qkvo"]
+    names = [f"model.layers.{layer}.{name}.weight" for layer in range(94) for name in maps]
+    layout = Layout.whole([(name, (1536, 4096), "bfloat16") for name in names], 1)
+    digests = {tensor.name: 2**64 - 1 for tensor in converted(layout, "fp8").tensors}
+    assert len(digests) == 2 * len(names)
+    manifest = Manifest("policy>generator", 1, digests, json.dumps(layout.to_json()))
+    result = Result(Published("policy>generator", 1, "trainer/0", 0), manifest=manifest)
+    assert unpack(pack(result)) == (0, result)
 
 
 def test_an_error_does_not_repeat_what_a_peer_sent_at_length() -> None:

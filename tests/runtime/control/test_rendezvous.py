@@ -14,7 +14,7 @@ from msgspec import structs
 from torch._C._distributed_c10d import Store
 
 from penstock.runtime.control import rendezvous as boards
-from penstock.runtime.control.messages import BoardValues, Count, Look, Post, Question, pack
+from penstock.runtime.control.messages import MAX_BYTES, BoardValues, Count, Look, Post, Question, pack
 from penstock.runtime.control.rank import RendezvousStore
 from penstock.runtime.control.rendezvous import MAX_KEPT, Board, HeartbeatThread
 from penstock.runtime.control.sockets import Server
@@ -105,10 +105,11 @@ def test_questions_that_wait_are_bounded_and_give_back_their_room() -> None:
 
 def test_an_answer_fits_in_a_frame_and_all_of_them_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     board, value = Board(), "0" * (MAX_KEPT // 2 - 200)
-    for peer in (A, B):
+    peers = (A, B, *(f"generator/1:{rank}" for rank in range(MAX_BYTES // MAX_KEPT)))
+    for peer in peers:
         board.hear(peer, Post(f"first of {peer}", value))
         board.hear(peer, Post(f"second of {peer}", value))
-    keys = [f"{which} of {peer}" for which in ("first", "second") for peer in (A, B)]
+    keys = [f"{which} of {peer}" for which in ("first", "second") for peer in peers]
     assert "at once" in error(board, A, Look(1, (*keys,)))
     ((_, found),) = board.hear(A, Look(2, (keys[0],)))
     assert pack(found)
@@ -244,7 +245,9 @@ def test_no_controller_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         pulse.stop()
 
 
-@pytest.mark.parametrize(("size", "said"), [(MAX_KEPT // 4, "generator/0:0 .*for each rank"), (MAX_KEPT, "given Post")])
+@pytest.mark.parametrize(
+    ("size", "said"), [(MAX_KEPT // 4, "generator/0:0 .*for each rank"), (MAX_BYTES // 2, "given Post")]
+)
 def test_a_rank_that_posts_too_much_is_told_so(tmp_path: Path, size: int, said: str) -> None:
     with meetings(tmp_path, 2) as (store, other):
         for number in range(2):
