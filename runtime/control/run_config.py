@@ -348,12 +348,12 @@ class RunConfig:
             options = replace(options, recompute="none")
         plan = plan or plan_for(graphs, cluster, options)
         config = RunConfig(graph, evaluation, plan, options, secrets.token_hex(6))
-        if options.first_generators and not config.may_be_late:
-            given = f"--first-generators: given {options.first_generators} of {options.generators}"
-            raise ValueError(f"{given}; needed --lost-replica replace, and generators that can be lost (docs/hosts.md)")
         if options.first_generators > options.generators:
             given = f"--first-generators: given {options.first_generators}"
             raise ValueError(f"{given}; needed at most --generators, {options.generators}")
+        if options.first_generators and not config.may_be_late:
+            given = f"--first-generators: given {options.first_generators} of {options.generators}"
+            raise ValueError(f"{given}; needed --lost-replica replace, and generators that can be lost (docs/hosts.md)")
         return config
 
     @property

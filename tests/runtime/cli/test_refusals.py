@@ -60,6 +60,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         # run
         ("run toy --updatse 3", 2, "the nearest: --updates"),
         ("run toy --lag -1", 2, "given -1.*1 fault"),
+        ("run toy --generators 8..2", 2, "--first-generators: given 8; needed at most --generators, 2"),
         ("run toy --generators 0", 2, "--generators: given 0, needed at least 1"),
         ("run toy --cluster /nowhere.toml", 2, "cannot be read"),
         *((f"run toy --device {name}", 2, f"--device: given {name!r}") for name in ("tpu", "cuda:x", "cpu:")),
