@@ -325,7 +325,7 @@ def require_own(folder: RunFolder) -> None:
         raise CommandError(f"{given}; {needed}")
     print(visible(f"penstock resume: {given}. Go on? [y/N] "), end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise CommandError(f"given no yes; {needed}")
+        raise CommandError(f"given another answer than yes; {needed}")
 
 
 def _require_checkpoint(saved: SavedCheckpoint, config: RunConfig) -> None:

@@ -119,7 +119,7 @@ def run_in_process(folder: RunFolder, say: Say) -> str:
             with on_stop(driver.interrupt):
                 status = driver.run()
     except KeyboardInterrupt as stop_request:
-        who = "an engine" if isinstance(stop_request, Preempted) else "the user"
+        who = "a cluster manager" if isinstance(stop_request, Preempted) else "the user"
         text = f"stopped at once by {who}, without a checkpoint"
         session.fail(Failure(FailureCode.INTERRUPTED, text), monotonic())
         session.decide(monotonic())

@@ -341,7 +341,7 @@ class RunRecorder:
             self.say({"kind": "accuracy", "stage": name, "accuracy": self.accuracy[name]})
             if figures and not known:
                 self.not_finite[f"accuracy_{name}"] = {"value": str(figures[0])}
-                self.note(f"the accuracy {name} training is {figures[0]}, which is no number")
+                self.note(f"the accuracy {name} training is {figures[0]}, not a number")
 
     def tick(self, now: float) -> None:
         """Call it regularly: it writes buffered data, and sends the status of a quiet run. Raises RecordError when the

@@ -121,10 +121,10 @@ class Board:
     def _refusal(self, peer: str, more: int) -> str:
         """Why `more` bytes of a peer cannot be kept; "" if they can."""
         if more > 0 and self._kept[peer] + more > MAX_KEPT:
-            given = f"{peer} has {self._kept[peer]} characters on the controller's board and gave {more} more"
+            given = f"{peer} has {self._kept[peer]} bytes on the controller's board and gave {more} more"
             return f"{given}; needed at most {MAX_KEPT} for each rank"
         if more > 0 and self._total + more > MAX_BOARD:
-            given = f"the controller's board has {self._total} characters and {peer} gave {more} more"
+            given = f"the controller's board has {self._total} bytes and {peer} gave {more} more"
             return f"{given}; needed at most {MAX_BOARD}"
         return ""
 
@@ -132,9 +132,9 @@ class Board:
         values = {key: self._posted[key] for key in keys if key in self._posted}
         size = _cost(*values, *values.values())
         if size > MAX_ANSWER:
-            error = f"given {len(values)} keys with {size} characters; needed at most {MAX_ANSWER} at once"
+            error = f"given {len(values)} keys with {size} bytes; needed at most {MAX_ANSWER} at once"
         elif self._answered[peer] > MAX_ANSWERED:
-            error = f"{peer} was answered with {self._answered[peer]} characters; needed at most {MAX_ANSWERED}"
+            error = f"{peer} was answered with {self._answered[peer]} bytes; needed at most {MAX_ANSWERED}"
         else:
             self._answered[peer] += size
             return peer, BoardValues(number, values)

@@ -559,15 +559,17 @@ def restore(state: State, saved: Mapping[str, Any]) -> None:
     for ordinal, made, readers, *_ in saved["groups"]:
         odd = {*made, *readers} - state.tables.steps.keys() | set(made.values()) - state.tables.replicas.keys()
         if odd or made.keys() != readers.keys() or ordinal >= saved["next"]:
-            raise ValueError(f"cut: given group {ordinal} of {saved['next']}, made by {made} and read {readers} times")
+            told = f"group {ordinal} of {saved['next']}, made by {made} and read {readers} times"
+            raise ValueError(f"checkpoint: given {told}")
     if odd := saved.get("trailing", {}).keys() - state.tables.steps.keys():
-        raise ValueError(f"cut: given {', '.join(sorted(odd))}, which the graph does not have")
+        raise ValueError(f"checkpoint: given {', '.join(sorted(odd))}, which the graph does not have")
     state.ledger.restore(saved)
     state.off_path.update(saved.get("trailing", {}))
     for group in state.ledger.groups.values():
         if _holders(group) & state.absent:
             if _is_past(state, group.ordinal):
-                raise ValueError(f"cut: given group {group.ordinal} of a replica that is not there, needed its values")
+                given = f"group {group.ordinal} of a replica that is not there"
+                raise ValueError(f"checkpoint: given {given}, needed its values")
             _release(state, group)
             group.made.clear()
             group.readers.clear()

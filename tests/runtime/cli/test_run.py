@@ -305,7 +305,7 @@ def test_a_folder_of_another_user_is_not_resumed_unasked(
         patch.setattr(sys, "stderr", Terminal())
         for typed in ("n\n", "", "why?\n"):
             patch.setattr(sys, "stdin", Terminal(typed))
-            with pytest.raises(CommandError, match="no yes"):
+            with pytest.raises(CommandError, match="another answer than yes"):
                 resume(finished, "--updates", 9)
         assert sorted((path, path.stat().st_mtime_ns) for path in finished.path.rglob("*")) == before
         assert len(processes.configs) == 1
