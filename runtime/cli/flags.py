@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, fields
+from functools import partial
 from io import StringIO
+from itertools import pairwise
 from shutil import get_terminal_size
 from textwrap import wrap
-from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from types import MappingProxyType, NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from msgspec import Meta
@@ -99,6 +101,50 @@ def unknown_flags(
     return "\n".join(said)
 
 
+def wrong_values(words: Sequence[str], hints: Mapping[str, Any], source: str = "") -> str:
+    """The message about words that are no values of their flags, one line for each; "" if there are none.
+
+    `hints` has the annotation of each flag, and `source` is where the words are written. tyro speaks of such words as
+    Python does.
+    """
+    said = list[str]()
+    for word, following in pairwise([*words, "--"]):
+        flag, equals, value = word.partition("=")
+        hint = hints.get(flag.removeprefix("--").replace("-", "_")) if flag.startswith("--") else None
+        needed, takes = _value_of(hint)
+        if not equals and re.match(r"--?[A-Za-z]|--$", following):
+            fault = "no value" * bool(needed)
+        else:
+            given = value if equals else following
+            fault = "" if takes(given) else repr(given)
+        if fault:
+            said.append(f"{source}{flag}: given {fault}, needed {needed}")
+    return "\n".join(said)
+
+
+def _value_of(hint: Any) -> tuple[str, Callable[[str], bool]]:
+    """What a flag with one value needs, in words, and whether it takes a word; "" for a flag with several, or none."""
+    while get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    if get_origin(hint) in (Union, UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+        return _value_of(kinds[0]) if len(kinds) == 1 else ("", lambda _: True)
+    if get_origin(hint) is Literal:
+        choices = [str(choice) for choice in get_args(hint)]
+        return f"one of {', '.join(filter(None, choices))}", choices.__contains__
+    if hint in (int, float):
+        return "a whole number" if hint is int else "a number", partial(_is_number, hint)
+    return "one" * (hint is str), lambda _: True
+
+
+def _is_number(kind: type[int] | type[float], word: str) -> bool:
+    try:
+        kind(word)
+    except ValueError:
+        return False
+    return True
+
+
 def read_flags(
     cls: type[F], verb: str, argv: Sequence[str], about: str = "", fixed: Mapping[str, str] = MappingProxyType({})
 ) -> F:
@@ -108,7 +154,8 @@ def read_flags(
     """
     command, config = f"penstock {verb}", (tyro.conf.FlagCreatePairsOff,)
     names = [field.name.rstrip("_") for field in fields(cls)]  # type: ignore[arg-type]
-    if said := unknown_flags(argv, names, command, about=about, fixed=fixed):
+    said = unknown_flags(argv, names, command, about=about, fixed=fixed)
+    if said := said or wrong_values(argv, get_type_hints(cls, include_extras=True)):
         raise CommandError(said)
     with fitting_help():
         flags = tyro.cli(readable(cls, argv), prog=command, description=inspect.getdoc(cls), args=argv, config=config)

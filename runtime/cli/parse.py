@@ -1,6 +1,6 @@
 """Parse a command line into a program's keyword arguments and a verb's flags, with tyro.
 
-tyro prints usage errors and help, and leaves with SystemExit 2 and 0.
+tyro prints help, and usage errors that are not known before; it leaves with SystemExit 0 and 2.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -35,6 +35,7 @@ from penstock.runtime.cli.flags import (
     readable,
     unknown_flags,
     with_plan,
+    wrong_values,
 )
 from penstock.runtime.cli.tracing import CommandError, usage_errors
 from penstock.runtime.control.run_config import check_limits
@@ -79,8 +80,11 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     if said := unknown_flags(argv, known, f"penstock {verb} {name}", of_nodes):
         behind = "\nOptions of sbatch stand behind a --: --submit -- --nodes 4" if "--submit" in argv else ""
         raise CommandError(f"{said}{behind}")
-    config = _config_argv(argv, known, of_nodes)
-    argv = _spread(argv)
+    hints = get_type_hints(options, include_extras=True) | get_type_hints(form, include_extras=True)
+    config = _config_argv(argv, known, hints, of_nodes)
+    argv = _spread(argv) if "first_generators" in known else argv
+    if said := wrong_values(argv, hints):
+        raise CommandError(said)
     typed = _typed([*config, *argv], known)
     plan = _plan_of(typed) if isinstance(defaults, MachineFlags) else None
     # With --on, the agents themselves say what their hosts have: leave out the plan's file of hosts.
@@ -286,9 +290,11 @@ def _node_options(program: Program[..., Any]) -> dict[str, str]:
     return {option: " and ".join(dict.fromkeys(names)) for option, names in found.items()}
 
 
-def _config_argv(argv: Sequence[str], known: Mapping[str, Any], of_nodes: NodeOptions) -> list[str]:
-    """The words of the file of `--config FILE`, if it is among the words. `known` are the flags with their defaults;
-    `of_nodes` returns the options of nodes."""
+def _config_argv(
+    argv: Sequence[str], known: Mapping[str, Any], hints: Mapping[str, Any], of_nodes: NodeOptions
+) -> list[str]:
+    """The words of the file of `--config FILE`, if it is among the words. `known` are the flags with their defaults,
+    `hints` their annotations; `of_nodes` returns the options of nodes."""
     file = ""
     for word, following in pairwise([*argv, ""]):
         if word == "--config":
@@ -311,6 +317,8 @@ def _config_argv(argv: Sequence[str], known: Mapping[str, Any], of_nodes: NodeOp
         if name not in known or name == "config":
             raise CommandError(f"--config {file}: unknown key {key!r}{nearest_flag(key, known, of_nodes, '')}")
         words += _words(name.replace("_", "-"), value, known[name])
+    if said := wrong_values(words, hints, f"--config {file}: "):
+        raise CommandError(said)
     return words
 
 

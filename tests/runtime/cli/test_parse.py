@@ -172,8 +172,7 @@ def test_an_argument_without_default_is_required() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said", "of"),
-    [("--samples many", "--samples", sample), ("--choice random", "strict", sample), ("", "--teacher", needy)],
+    ("words", "said", "of"), [("--weights 1 x", "--weights", sample), ("", "--teacher", needy)], ids=["list", "lacking"]
 )
 def test_a_usage_error_exits_with_2_and_names_the_flag(
     words: str, said: str, of: Program[..., Any], capsys: Output
@@ -194,6 +193,9 @@ def test_help_explains_both_kinds_of_flags(capsys: Output) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("--samples many", "^--samples: given 'many', needed a whole number$"),
+        ("--choice random", "^--choice: given 'random', needed one of strict, ready$"),
+        ("--choice", "^--choice: given no value, needed one of strict, ready$"),
         ("--delta -1", "^--delta: given -1, needed at least 0$"),
         ("--slots 0 --drops 0", "^--slots: given 0, needed at least 1\n--drops: given 0, needed at least 1$"),
         ("--max-tokens -5", "^--max-tokens: given -5, needed at least 1$"),
@@ -204,7 +206,7 @@ def test_help_explains_both_kinds_of_flags(capsys: Output) -> None:
         ("--startup-deadline 0", "^--startup-deadline: given 0.0, needed more than 0 seconds"),
     ],
 )
-def test_numbers_that_cannot_be_meant_are_refused_at_once(words: str, said: str) -> None:
+def test_values_that_cannot_be_meant_are_refused_at_once(words: str, said: str) -> None:
     with pytest.raises(CommandError, match=said):
         read(*words.split())
 
@@ -225,8 +227,8 @@ def test_a_config_file_gives_flags_and_the_command_line_wins(config: Callable[[s
     assert (flags.max_tokens, flags.plain, flags.batch) == (7, True, 6)
     assert read(f"--config={file}")[1].batch == 5
     with pytest.raises(SystemExit):
-        read("--config", config('samples = "many"'))
-    assert "The config file stands for: --samples many" in capsys.readouterr().err
+        read("--config", config('weights = ["many"]'))
+    assert "The config file stands for: --weights many" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -235,6 +237,7 @@ def test_a_config_file_gives_flags_and_the_command_line_wins(config: Callable[[s
         ("updats = 3", r"c.toml: unknown key 'updats'; the nearest: updates"),
         ("[run]\nupdates = 3", r"c.toml: 'run' is a table, needed a value \(flags are not grouped\)"),
         ("samples = {a = 1}", r"'samples' is a table"),
+        ("samples = 2.5", r"c.toml: --samples: given '2.5', needed a whole number$"),
         ("samples = = 3", r"not TOML.*line 1"),
     ],
 )

@@ -42,6 +42,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     (tmp_path / "cpu.toml").write_text('[[hosts]]\nname = "local"\ncores = 2\n')
     (tmp_path / "none.toml").write_text(FILE.replace('"cuda:0", "cuda:1"', ""))
+    (tmp_path / "words.toml").write_text('lag = 1\nbatch = "x"\n')
     (tmp_path / "typo.toml").write_text(FILE.replace("devices", "device"))
     rows = [f'{{"question": "{number}+1?", "answer": "#### {number + 1}"}}\n' for number in range(10)]
     (tmp_path / "d.jsonl").write_text("".join(rows))
@@ -62,6 +63,13 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         ("run toy --lag -1", 2, "given -1.*1 fault"),
         ("run toy --generators 8..2", 2, "--first-generators: given 8; needed at most --generators, 2"),
         ("run toy --generators 0", 2, "--generators: given 0, needed at least 1"),
+        ("run toy --lag two --batch=x", 2, "--lag: given 'two', .* --batch: given 'x', needed a whole number"),
+        ("run toy --lag --updates 3", 2, "--lag: given no value, needed a whole number"),
+        ("run toy --grace 1e-4x", 2, "--grace: given '1e-4x', needed a number"),
+        ("run toy --dtype fp8 --model", 2, "--dtype: given 'fp8', needed one of float32, .* --model: given no value"),
+        ("run toy --config words.toml", 2, "--config words.toml: --batch: given 'x', needed a whole number"),
+        ("simulate toy --generators 2..3", 2, "--generators: given '2..3', needed a whole number"),
+        ("watch . --port x", 2, "--port: given 'x', needed a whole number"),
         ("run toy --cluster /nowhere.toml", 2, "cannot be read"),
         *((f"run toy --device {name}", 2, f"--device: given {name!r}") for name in ("tpu", "cuda:x", "cpu:")),
         ("run toy --device cuda:99", 2, "device: given 'cuda:99' for pool trainer; host local has"),
