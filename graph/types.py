@@ -103,7 +103,7 @@ class Context:
         segment: tokens after which a response pauses; 0 is never.
         batch: prompt groups per update.
         updates: updates of the run.
-        lr_warmup: updates over which learning rates rise; 0 leaves it to the program.
+        lr_warmup: updates over which learning rates rise; None leaves it to the program.
         lr_decay: how learning rates fall, "constant", "linear" or "cosine"; "" leaves it to the program.
         slots: rows that a generator decodes at once.
         engine: the engine of generators that name no other, "penstock" or "vllm".
@@ -149,7 +149,7 @@ class Context:
     segment: int = 0
     batch: int = 32
     updates: int = 100
-    lr_warmup: int = 0
+    lr_warmup: int | None = None
     lr_decay: str = ""
     slots: int = 256
     engine: str = "penstock"

@@ -115,7 +115,7 @@ def falling(update: int, updates: int) -> float:
     return 1e-4 / (update + 1)
 
 
-@pytest.mark.parametrize("flags", [{"lr_warmup": 3}, {"lr_decay": "linear"}])
+@pytest.mark.parametrize("flags", [{"lr_warmup": 3}, {"lr_warmup": 0}, {"lr_decay": "linear"}])
 def test_flags_of_a_rate_are_refused_where_nothing_could_follow_them(flags: dict[str, Any]) -> None:
     def faults(lr: object, rated: bool) -> list[tuple[str, str]]:
         @program

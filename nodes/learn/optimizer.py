@@ -154,10 +154,15 @@ def learning_rate(call: Call) -> None:
     except TypeError as error:
         needed = "a function of (update, updates), such as cosine; partial gives what else it takes"
         raise call.lack(f"{short(given['path'])}: {error}", needed, "lr", code="wrong-option-type") from None
-    context = call.context
-    if context is not None and (context.lr_warmup or context.lr_decay) and schedule not in SHAPES:
+    if changed_by_flags(call) and schedule not in SHAPES:
         given, needed = f"--lr-warmup or --lr-decay beside the schedule {short(given['path'])}", "one of the two"
         raise call.lack(given, f"{needed}; they change a number, linear and cosine", "lr", code="two-learning-rates")
+
+
+def changed_by_flags(call: Call) -> bool:
+    """True if the run has `--lr-warmup` or `--lr-decay`."""
+    context = call.context
+    return context is not None and (context.lr_warmup is not None or context.lr_decay != "")
 
 
 def betas(call: Call) -> None:
@@ -192,16 +197,18 @@ SHAPES = linear, cosine
 """The schedules that `scheduled` can change."""
 
 
-def scheduled(lr: float | Schedule, warmup: int, decay: str) -> float | Schedule:
-    """A number or one of `SHAPES` with the changes of `--lr-warmup` and `--lr-decay`; 0 and "" change nothing."""
-    if not (warmup or decay):
+def scheduled(lr: float | Schedule, warmup: int | None, decay: str) -> float | Schedule:
+    """A number or one of `SHAPES` with the changes of `--lr-warmup` and `--lr-decay`; None and "" change nothing."""
+    if warmup is None and not decay:
         return lr
     bound = dict(lr.keywords) if isinstance(lr, functools.partial) else {"peak": lr, "final": 1.0}
     shape = lr.func if isinstance(lr, functools.partial) else linear
     if decay:
         shape = cosine if decay == "cosine" else linear
         bound["final"] = 1.0 if decay == "constant" else 0.0
-    return functools.partial(shape, **{**bound, "warmup": warmup or bound.get("warmup", 0)})
+    if warmup is not None:
+        bound["warmup"] = warmup
+    return functools.partial(shape, **bound)
 
 
 def _rise(update: int, warmup: int) -> float:

@@ -37,7 +37,7 @@ from penstock.nodes.learn.batching import (
 )
 from penstock.nodes.learn.logprobs import packed_logprobs
 from penstock.nodes.learn.losses import NEEDED, Loss, Sampled, aipo, kl_estimate, reads, reads_groups
-from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
+from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, changed_by_flags, update_options
 from penstock.nodes.open_model import reads_tokens
 from penstock.nodes.option_checks import finite, not_negative, positive
 from penstock.nodes.policy import language_policy
@@ -66,7 +66,7 @@ def one_rate(call: Call) -> None:
         return
     if "lr" in call.node.given:
         raise call.lack("a learning rate beside the input `rate`", "one of the two", "lr", code="two-learning-rates")
-    if call.context is not None and (call.context.lr_warmup or call.context.lr_decay):
+    if changed_by_flags(call):
         given = "--lr-warmup or --lr-decay beside the input `rate`"
         raise call.lack(given, "one of the two", "lr", code="two-learning-rates")
 

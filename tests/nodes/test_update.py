@@ -706,6 +706,8 @@ def test_an_update_by_a_schedule_is_the_update_with_that_number_to_the_bit(epoch
         (3e-3, {"lr_decay": "constant"}, 3e-3),
         (3e-3, {"lr_warmup": 2, "lr_decay": "linear"}, partial(linear, peak=3e-3, warmup=2)),
         (partial(cosine, peak=3e-3, final=0.5), {"lr_warmup": 2}, partial(cosine, peak=3e-3, final=0.5, warmup=2)),
+        (partial(cosine, peak=3e-3, warmup=2), {"lr_warmup": 0}, partial(cosine, peak=3e-3)),
+        (3e-3, {"lr_warmup": 0}, 3e-3),
         (partial(cosine, peak=3e-3, warmup=2, final=0.5), {"lr_decay": "linear"}, partial(linear, peak=3e-3, warmup=2)),
     ],
 )
@@ -716,7 +718,9 @@ def test_the_flags_of_a_run_change_a_number_and_our_schedules(
     for rate in needed[:3]:
         assert policy_update.fn(learner, *batch(), loss=aipo, lr=lr)[1]["lr"] == rate
     shown = Demonstrations(("1+1=",), ("2",))
-    assert sft_update.fn(policy(updates=UPDATES, lr_decay="constant"), shown, lr=1.0, warmup=1)[1]["lr"] == 0.5
+    for warmup, rate in ((None, 0.5), (0, 1.0)):
+        learner = policy(updates=UPDATES, lr_decay="constant", lr_warmup=warmup)
+        assert sft_update.fn(learner, shown, lr=1.0, warmup=1)[1]["lr"] == rate
 
 
 def test_a_rate_that_a_node_has_computed_takes_the_place_of_the_number() -> None:
