@@ -20,6 +20,10 @@ from penstock.graph.protocols import Array, Axes, Vector
 Metrics = dict[str, float]
 
 
+# Most items of a `Mean`: what messages between processes take.
+MOST_ITEMS = 1e18
+
+
 class Mean(float):
     """A metric that is a mean over `count` rows, tokens or other items. The average over several groups is the mean
     over all their items, with any number in each group. `metrics.jsonl` leaves out a mean over no items.
@@ -30,17 +34,24 @@ class Mean(float):
     count: float
 
     def __new__(cls, value: float, count: float) -> Self:
-        """Raises ValueError for a negative count, or one that is not finite."""
+        """Raises ValueError for a count that is negative or above `MOST_ITEMS`."""
         made = super().__new__(cls, value)
         made.count = float(count)
-        if not 0 <= made.count < math.inf:
-            raise ValueError(f"Mean: given a count of {count!r}, needed 0 or a larger number")
+        if not 0 <= made.count <= MOST_ITEMS:
+            raise ValueError(f"Mean: given a count of {count!r}, needed a number from 0 to {MOST_ITEMS:g}")
         return made
+
+    def __getnewargs__(self) -> tuple[float, float]:  # type: ignore[override]  # for copies
+        return float(self), self.count
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        """Return the mean of the numbers, NaN if there are none. Raises OverflowError if their sum is not a float."""
-        return cls(fmean(values) if values else math.nan, len(values))
+        """Return the mean of the numbers, NaN if there are none, or both infinities. Raises OverflowError if their sum
+        is not a float."""
+        try:
+            return cls(fmean(values), len(values))
+        except ValueError:  # no numbers (StatisticsError), or ∞ - ∞
+            return cls(math.nan, len(values))
 
 
 # Columns that each row of `metrics.jsonl` has anyway: no metric of a node may have such a name.

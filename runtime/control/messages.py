@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Meta, field
 
 from penstock.graph.ir import Firing
+from penstock.graph.types import MOST_ITEMS
 from penstock.runtime.packable import Packable
 from penstock.runtime.schedule.events import Abort, Answer, Command, Copied, Event, Send
 from penstock.runtime.tensor.shm import ObjectRef
@@ -39,7 +40,7 @@ AROUND = 32 << 10
 # A time on some machine's clock. A peer's infinity or NaN would spoil the run's metrics.
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 # The number of items over which a metric is a mean.
-Weight = Annotated[float, Meta(gt=0, le=1e18)]
+Weight = Annotated[float, Meta(gt=0, le=MOST_ITEMS)]
 
 
 # To the controller ----------------------------------------------------------------------------------------

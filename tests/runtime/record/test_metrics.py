@@ -1,6 +1,7 @@
 import json
 import re
-from math import inf, nan
+from copy import deepcopy
+from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,18 @@ def test_groups_combine_by_mean_sum_and_extremes() -> None:
     combined = {"reward_mean": 0.5, "tokens": 8.0, "lag_max": 2.0, "turns_min": 4.0}
     assert combine([*parts, {"turns_min": 4.0}]) == combined
     assert combine([{"finished": Mean.of([1, 0, 0])}, {"finished": Mean(1.0, 1)}]) == {"finished": 0.5}
-    with pytest.raises(ValueError, match="given a count of -1, needed 0 or a larger number"):
-        Mean(0.5, -1)
+    # What a message between processes takes.
+    for count in (-1, 1e19, nan):
+        with pytest.raises(ValueError, match=rf"given a count of {re.escape(str(count))}, needed a number from 0 to"):
+            Mean(0.5, count)
+
+
+def test_a_mean_has_a_count_in_copies_too_and_is_not_a_number_between_infinities() -> None:
+    kept = deepcopy({"kept": Mean(0.5, 3)})["kept"]
+    assert (kept, kept.count) == (0.5, 3.0)
+    between = Mean.of([inf, -inf])
+    assert isnan(between)
+    assert between.count == 2.0
 
 
 def test_shares_of_tokens_are_of_all_tokens_and_lengths_of_all_rows_whatever_group_or_turn_they_are_of(
