@@ -65,9 +65,12 @@ _LATEX = [
         (rf"(?:{'|'.join(_HEAD.format(n) for n in (1, 2, 3))})[ '’](?=[0-9]{{3}}(?![0-9]|\s?/))", ","),
     )
 ]
-# "5 200 dollar notes" may be 5,200 notes or five: the text does not tell.
+# "5 200 dollar notes" may be 5,200 notes or five: the text does not tell. "5 200 dollars in all" and "5 200 in total"
+# have one reading: a plural is no unit of something else, and words such as "in" are neither a unit nor counted.
+_NOT_COUNTED = r"(?!(?:a|an|and|are|as|at|but|by|each|for|from|if|in|is|of|on|or|per|so|than|that|the|to|which|with)\b)"
 _TWO_READINGS = re.compile(
-    r"(?<![0-9.,$€£])(?<![0-9] )[0-9]{1,3} [0-9]{3}(?=(?:\.[0-9]+)?(?:\s?%| ?-?[A-Za-z]+)[ -][A-Za-z])"
+    r"(?<![0-9.,$€£])(?<![0-9] )[0-9]{1,3} [0-9]{3}"
+    rf"(?=(?:\.[0-9]+)?(?:\s?%| ?-?{_NOT_COUNTED}(?![A-Za-z]*s\b)[A-Za-z]+)[ -]{_NOT_COUNTED}[A-Za-z])"
 )
 # A number after the first or before the second pattern is a part of an expression, such as 2^{10}, \sqrt{2}, √2, 3\pi,
 # 3², 3i, "3k", "minus 3" or "3 squared"; or it follows "not", "about" or a comparison.

@@ -127,7 +127,7 @@ RIGHT = [
     (r"\boxed{75}", r"\frac{3}{4} \times 10^2"),
     *((text.format(number), "12600") for text in ("It is {}.", r"\boxed{{{}}}") for number in THOUSANDS),
     ("1 234 567.5", "1,234,567.5"),
-    ("5 200 apples.", "5200"),
+    *((f"It is 5 200 {rest}", "5200") for rest in ("apples.", "in total.", "dollars in all", "km of road", "is right")),
     ("She pays $12 600 per year", "12600"),
     ("1 234 567 people live there", "1234567"),
     ("100 1/2", "100.5"),
