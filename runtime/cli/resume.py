@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
+from os.path import isfile
 from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any
@@ -97,7 +98,8 @@ def resume(argv: Sequence[str]) -> int:
 
 def _unchanged(argv: Sequence[str]) -> dict[str, str]:
     """A text for each option of the run that `argv` names, including its program's; empty if it names no run."""
-    folder = next((word for word in argv if not word.startswith("-") and (Path(word) / "config.json").is_file()), "")
+    # Unlike `Path.is_file`, this is False of a name that cannot be looked at.
+    folder = next((word for word in argv if not word.startswith("-") and isfile(Path(word) / "config.json")), "")
     try:
         config = RunConfig.load(RunFolder.open(folder)) if folder else None
     except ValueError:

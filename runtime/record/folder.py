@@ -151,11 +151,14 @@ class RunFolder:
     @classmethod
     def open(cls, path: str | Path) -> "RunFolder":
         """Open an existing run's folder. Raises RecordError if there is no run in it."""
-        folder = cls(absolute(path))
-        if not folder.path.is_dir():
-            raise RecordError(f"{folder.path}: no such folder; needed the folder of a run")
-        if not folder.config.is_file():
-            raise RecordError(f"{folder.path}: holds no run (there is no config.json); needed the folder of a run")
+        folder, needed = cls(absolute(path)), "needed the folder of a run"
+        try:
+            if not folder.path.is_dir():
+                raise RecordError(f"{folder.path}: no such folder; {needed}")
+            if not folder.config.is_file():
+                raise RecordError(f"{folder.path}: holds no run (there is no config.json); {needed}")
+        except OSError as error:  # its name is too long, or a folder above it is another user's
+            raise RecordError(f"{folder.path}: cannot be read: {error.strerror}; {needed}") from error
         return folder
 
     # Paths -------------------------------------------------------------------------------------------------

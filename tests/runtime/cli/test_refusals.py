@@ -117,6 +117,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         ("run aipo --mesh generator=tp8", 2, "mesh-cut.*given 4 attention heads"),
         ("run aipo --mesh trainer=fsdp2xep2", 2, "mesh-cut.*given a llama without experts"),
         ("resume nowhere", 2, "no such folder"),
+        (f"resume {'long' * 100}", 2, "cannot be read: File name too long; needed the folder of a run"),
         ("resume . --lr 1e-5", 2, "given --lr, needed a flag of `penstock resume`, .* other options as they were;"),
         *((f"{verb} .", 2, "holds no run") for verb in ("resume", "report", "replay", "watch", "watch --once")),
         (f"run toy --generators {10**6}", 2, f"--generators {10**6}: given {10**6} ranks on a host .*needed at most"),
