@@ -29,6 +29,7 @@ from penstock.nodes.generate import make_engine
 from penstock.nodes.model import CausalLM
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.hf import point_at
+from penstock.nodes.tokenizer import byte_tokenizer
 from penstock.runtime.cluster.endpoints import LOOPBACK
 from penstock.runtime.tensor.buffers import held_bytes, shards_of, touched
 from penstock.runtime.tensor.cuda_ipc import DeviceMemory
@@ -71,7 +72,8 @@ class Generator:
         self, folder: Path, config: ModelConfig, device: str, slots: int, context: int, precision: str = ""
     ) -> None:
         facts = {"architectures": ["LlamaForCausalLM"], **config.to_json("bfloat16")}
-        (folder / "config.json").write_text(json.dumps(facts))  # without a tokenizer's file, tokens are bytes
+        (folder / "config.json").write_text(json.dumps(facts))
+        byte_tokenizer().save(folder)
         self.device, self.slots, self.context = device, slots, context
         made = Context(node="generate", model=str(folder), dtype="bfloat16", device=device, slots=slots)
         if precision:

@@ -134,6 +134,7 @@ def decoding_steps(
     from penstock.graph.types import Context, Prompts, Weights
     from penstock.nodes.generate import make_engine
     from penstock.nodes.model import CausalLM, ModelConfig
+    from penstock.nodes.tokenizer import byte_tokenizer
 
     found, width, samples = [], 64, 16
     for depth, count in product(layers, rows):
@@ -144,6 +145,7 @@ def decoding_steps(
         with tempfile.TemporaryDirectory() as folder:
             facts = {"architectures": ["LlamaForCausalLM"], **config.to_json("bfloat16")}
             Path(folder, "config.json").write_text(json.dumps(facts))
+            byte_tokenizer().save(folder)
             context = Context("generate", model=folder, dtype="bfloat16", device=device, slots=count)
             engine = make_engine(replace(context, max_tokens=128, max_prompt=STEP_PROMPT), samples=samples)
             engine.replays = False

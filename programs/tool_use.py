@@ -4,8 +4,7 @@
       policy ⇢ generate: weights, at most `lag` updates old
 
 AIPO (Wu et al. 2025, arXiv 2505.24034) on turns as in ReTool (Feng et al. 2025, arXiv 2504.11536), which keeps the
-tool's output out of the loss. Left out: ReTool's PPO with a critic, and state that persists between calls. The base
-(`--model`) is the policy of `penstock run tool_sft`, which seldom calls the tool.
+tool's output out of the loss. Left out: ReTool's PPO with a critic, and state that persists between calls.
 """
 
 from penstock.graph import Policy, broadcast, program
@@ -44,7 +43,7 @@ def tool_use(
 ) -> Policy:
     """AIPO (arXiv 2505.24034, section 6) on conversations; the tool's output is only context.
 
-    Its `--model` is what `penstock run tool_sft` trains: `checkpoints/00000800/policy` in that run's folder.
+    Its `--model` is the policy of `penstock run tool_sft`: `checkpoints/00000800/policy` in that run's folder.
 
     Args:
         samples: conversations per prompt; their mean reward is the baseline.

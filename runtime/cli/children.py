@@ -62,14 +62,14 @@ OURS = ("penstock.", "importlib", "__main__")
 
 
 def answered(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function. Returns its result, or {"error", "usage"} if it raises: the message of a CommandError, the
+    """Call a function. Returns its result, or {"error", "status"} if it raises: the message of a CommandError, the
     traceback of anything else."""
     try:
         return function(*arguments)
     except CommandError as error:
-        return {"error": str(error), "usage": error.status == 2}
+        return {"error": str(error), "status": error.status}
     except Exception:
-        return {"error": own_frames(), "usage": False}
+        return {"error": own_frames(), "status": 1}
 
 
 def answer(verb: str, name: str, argv: Sequence[str]) -> Any:

@@ -160,15 +160,15 @@ def _answer(words: Sequence[str]) -> int:
         # A ValueError of Python or of a library is a bug of ours, and needs its traceback.
         if type(error).__module__.partition(".")[0] != "penstock":
             raise
-        print(_shown(f"penstock {verb}: {error}", sys.stderr), file=sys.stderr)
+        print(visible(_fitted(f"penstock {verb}: {error}", sys.stderr)), file=sys.stderr)
         return getattr(error, "status", 2)
 
 
-def _shown(text: str, stream: TextIO) -> str:
+def _fitted(text: str, stream: TextIO) -> str:
     """The text as a terminal shows it whole, and as it is where a program reads it. A traceback keeps its lines."""
     from penstock.runtime.cli.flags import fitting
 
-    return visible(fitting(text) if stream.isatty() and "Traceback (" not in text else text)
+    return fitting(text) if stream.isatty() and "Traceback (" not in text else text
 
 
 def show(argv: Sequence[str]) -> int:
@@ -250,7 +250,7 @@ def _check(argv: Sequence[str]) -> int:
     if flags.json:
         print(json.dumps({"program": traced.path, "ok": not faults, "faults": list(map(asdict, faults))}))
     elif faults:
-        print(_shown(faults_text(faults), sys.stdout))
+        print(visible(_fitted(faults_text(faults), sys.stdout)))
     else:
         graph = traced.sound()
         beside = f", evaluation {traced.evaluation.name}" if traced.evaluation is not None else ""
@@ -259,7 +259,7 @@ def _check(argv: Sequence[str]) -> int:
         count = f"{flags.first_generators} to {flags.generators}" if flags.first_generators else f"{flags.generators}"
         beside += f"; {count} generator{'s' * (flags.generators > 1)}, and replicas may come and go" if elastic else ""
         told = f"{traced.name}: no faults in {len(graph.nodes)} nodes on pools {pools}{beside}"
-        print(_shown(told, sys.stdout))
+        print(visible(_fitted(told, sys.stdout)))
     return 1 if faults else 0
 
 

@@ -193,7 +193,7 @@ def ask_child(
         raise CommandError(f"{what} ended with {how}", 1)
     found = json.loads(text)
     if isinstance(found, dict) and "error" in found:
-        raise CommandError(found["error"], 2 if found["usage"] else 1)
+        raise CommandError(found["error"], found["status"])
     return found
 
 

@@ -42,7 +42,7 @@ def here(monkeypatch: Patch) -> None:
     def ask(function: str, *arguments: Any, **_: object) -> Any:
         found = json.loads(json.dumps(answered(resolve_name(function), *json.loads(json.dumps(arguments)))))
         if found and "error" in found:
-            raise CommandError(found["error"], 2 if found["usage"] else 1)
+            raise CommandError(found["error"], found["status"])
         return found
 
     monkeypatch.setattr(tracing, "ask_child", ask)

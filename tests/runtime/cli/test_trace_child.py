@@ -157,36 +157,34 @@ def test_numbers_that_are_none_are_faults_and_their_graph_stays_in_the_child(fil
 
 
 @pytest.mark.parametrize(
-    ("words", "usage", "said"),
+    ("words", "said"),
     [
-        ("aipoo", True, "the nearest: aipo"),
-        ("{file}:mien", True, "the nearest: mine"),
-        ("{file}:thing", True, "given a value of type int, needed a function with @program"),
-        ("/nowhere/x.py:mine", True, "there is no file"),
-        ("no_such_package.module:f", True, "no module"),
-        ("aipo --data {data} --model new", False, "data.jsonl:2"),
-        ("aipo --model {folder}", False, "config.json"),
-        ("aipo --model {folder}/mamba", False, "needed one of: llama"),
-        ("distill", False, "teacher_model: given no directory, needed a model directory with the policy's tokenizer: "),
-        ("distill --teacher-model /nowhere", False, "/nowhere: given no such directory"),
-        ("rlhf", False, "reward_model: given no directory, needed a directory that a run of the program reward_model"),
-        ("rlhf --reward-model /nowhere", False, "/nowhere: given no such directory"),
-        ("ppo --model /nowhere", False, "/nowhere: given no such directory"),
-        ("reward_model --model /nowhere", False, "/nowhere: given no such directory"),
+        ("aipoo", "the nearest: aipo"),
+        ("{file}:mien", "the nearest: mine"),
+        ("{file}:thing", "given a value of type int, needed a function with @program"),
+        ("/nowhere/x.py:mine", "there is no file"),
+        ("no_such_package.module:f", "no module"),
+        ("aipo --data {data} --model new", "data.jsonl:2"),
+        ("aipo --model {folder}", "config.json"),
+        ("aipo --model {folder}/mamba", "needed one of: llama"),
+        ("distill", "teacher_model: given no directory, needed a model directory with the policy's tokenizer: "),
+        ("distill --teacher-model /nowhere", "/nowhere: given no such directory"),
+        ("rlhf", "reward_model: given no directory, needed a directory that a run of the program reward_model"),
+        ("rlhf --reward-model /nowhere", "/nowhere: given no such directory"),
+        ("ppo --model /nowhere", "/nowhere: given no such directory"),
+        ("reward_model --model /nowhere", "/nowhere: given no such directory"),
         # Looked at once, and nothing is made; a source is not opened before.
-        ("{file}:shelved --shelf none", False, "shelf: given 'none', needed one that is there: first"),
-        ("{file}:closed", False, "data: given none, needed a file"),
+        ("{file}:shelved --shelf none", "shelf: given 'none', needed one that is there: first"),
+        ("{file}:closed", "data: given none, needed a file"),
     ],
 )
-def test_what_a_run_cannot_begin_with_is_an_error(
-    words: str, usage: bool, said: str, file: str, tmp_path: Path
-) -> None:
+def test_what_a_run_cannot_begin_with_is_an_error(words: str, said: str, file: str, tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"question": "1+1?", "answer": "2 #### 2"}\n{"question": "2+2?"}\n')
     (tmp_path / "mamba").mkdir()
     (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba"}')
     name, *argv = words.format(file=file, folder=tmp_path, data=tmp_path / "data.jsonl").split()
     found = answer("run", name, argv)
-    assert (said in found["error"], found["usage"]) == (True, usage), found["error"]
+    assert (said in found["error"], found["status"]) == (True, 2), found["error"]
     assert "Traceback" not in found["error"]
 
 
@@ -321,7 +319,7 @@ def test_check_tells_what_run_refuses_of_makers_and_of_options_that_are_flags(fi
     names = [f"clashing: option '{name}'" for name in ("updates", "batch", "eval_groups")]
     assert [fault["what"] for fault in found] == names
     refused = answer("run", f"{file}:clashing", ["--data", file])
-    assert refused == {"error": "\n".join(str(Fault(**fault)) for fault in found), "usage": True}
+    assert refused == {"error": "\n".join(str(Fault(**fault)) for fault in found), "status": 2}
     (fault,) = faults("check", f"{file}:lost")
     assert (fault["what"], "open_file" in fault["needed"]) == ("source 'prompts': maker", True)
     assert answer("run", f"{file}:lost", [])["error"].endswith(fault["needed"])

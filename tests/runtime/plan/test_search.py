@@ -401,7 +401,7 @@ def test_a_single_host_is_shared_out_in_any_parts() -> None:
     said = plan(_graph("aipo"), read_cluster("1x8xH100"), _work(), meshes={"trainer": (("fsdp", 6),)})
     assert [pool.devices for pool in said.pools if pool.devices] == [6, 2]
     by_hand = next(other for other in said.alternatives if other.name.startswith("75:25"))
-    assert by_hand.why == "does not fit"  # with the mesh that is given
+    assert by_hand.why == "not with --mesh as given"
     free = plan(_graph("aipo"), read_cluster("1x8xH100"), _work())
     found = next(other.found for other in free.alternatives if other.name.startswith("75:25"))
     assert found is not None
