@@ -74,7 +74,9 @@ def combine(parts: Sequence[Metrics]) -> Metrics:
         elif name in SUMMED:
             combined[name] = sum(values)
         else:
-            counts = [value.count if isinstance(value, Mean) else 1.0 for value in values]
+            means = [value for value in values if isinstance(value, Mean)]
+            # A number without a count, as in a checkpoint of an earlier version, has no weight beside one with a count.
+            counts = [value.count for value in means] if len(means) == len(values) else [1.0] * len(values)
             combined[name] = sum(map(mul, values, counts)) / sum(counts)
     return combined
 

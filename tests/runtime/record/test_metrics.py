@@ -55,6 +55,8 @@ def test_groups_combine_by_mean_sum_and_extremes() -> None:
     combined = {"reward_mean": 0.5, "tokens": 8.0, "lag_max": 2.0, "turns_min": 4.0}
     assert combine([*parts, {"turns_min": 4.0}]) == combined
     assert combine([{"finished": Mean.of([1, 0, 0])}, {"finished": Mean(1.0, 1)}]) == {"finished": 0.5}
+    # Numbers with and without a count, as after a resume from a checkpoint that had no counts.
+    assert combine([{"finished": Mean(1.0, 3)}, {"finished": 0.0}]) == {"finished": 0.5}
     # What a message between processes takes.
     for count in (-1, 1e19, nan):
         with pytest.raises(ValueError, match=rf"given a count of {re.escape(str(count))}, needed a number from 0 to"):
