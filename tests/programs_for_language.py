@@ -649,14 +649,15 @@ def takes_a_column(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
 
 
 @node(pool="scorer")
-def over_zero(rollouts: Rollouts, rewards: Rewards, *, by_token: bool = False) -> Advantages:
+def over_zero(rollouts: Rollouts, rewards: Rewards, *, by_token: bool = False, wide: bool = False) -> Advantages:
     """NaN for the third row of each second group."""
     values_N = rewards.values_N.clone()
     values_N[2] = torch.nan if rollouts.ordinals[0] % 2 else 0.0
     if not by_token:
         return Advantages(values_N)
     # Where nobody has sampled it is no fault.
-    return TokenAdvantages(torch.where(rollouts.sampled_NT, values_N[:, None], torch.nan))
+    values_NT = torch.where(rollouts.sampled_NT, values_N[:, None], torch.nan)
+    return TokenAdvantages(values_NT.repeat(1, 2) if wide else values_NT)
 
 
 @node(pool="trainer", clock="update")
@@ -665,9 +666,11 @@ def diverges(policy: FakePolicy, rollouts: Rollouts, advantage: Advantages) -> F
 
 
 @program
-def divides_by_zero(policy: FakePolicy, prompts: FakePrompts, *, by_token: bool = False) -> FakePolicy:
+def divides_by_zero(
+    policy: FakePolicy, prompts: FakePrompts, *, by_token: bool = False, wide: bool = False
+) -> FakePolicy:
     rollouts = fake_generate(prompts, broadcast(policy))
-    advantage = over_zero(rollouts, fake_score(rollouts), by_token=by_token)
+    advantage = over_zero(rollouts, fake_score(rollouts), by_token=by_token, wide=wide)
     return diverges(policy, rollouts, advantage)
 
 

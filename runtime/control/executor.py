@@ -11,6 +11,7 @@ read. `Offloading` decides what leaves the device between updates.
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from time import monotonic
 from types import MappingProxyType
 from typing import Any
@@ -293,8 +294,11 @@ class Executor:
                 result = tuple(self._inputs(held, command).values())  # anew: the predicate may have changed its own
         except RAISED as error:
             # The error of a NaN gradient does not name its cause.
-            for cause in _not_finite(held.node, inputs) if begun and isinstance(error, FloatingPointError) else ():
-                error.add_note(cause)
+            if begun and isinstance(error, FloatingPointError):
+                # Advantages in another shape than their rollouts, or on another device, must not hide the error.
+                with suppress(Exception):
+                    for cause in _not_finite(held.node, inputs):
+                        error.add_note(cause)
             return [self._failure(firing, began, error, begun=begun)]
         if part is not None and not part.last:
             return [self._taken(held, firing, result, began)]
