@@ -128,7 +128,9 @@ def _value_of(hint: Any) -> tuple[str, Callable[[str], bool]]:
         hint = get_args(hint)[0]
     if get_origin(hint) in (Union, UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-        return _value_of(kinds[0]) if len(kinds) == 1 else ("", lambda _: True)
+        needed, takes = _value_of(kinds[0]) if len(kinds) == 1 else ("", lambda _: True)
+        # tyro reads this word as no value.
+        return needed, lambda word: takes(word) or (word == "None" and NoneType in get_args(hint))
     if get_origin(hint) is Literal:
         choices = [str(choice) for choice in get_args(hint)]
         return f"one of {', '.join(filter(None, choices))}", choices.__contains__

@@ -66,6 +66,21 @@ def test_defaults_are_the_programs_own() -> None:
 
 
 @pytest.mark.filterwarnings("error")
+@program
+def clipped(
+    policy: Policy, *, clip: float | None = 0.2, steps: int | None = 3, kind: Literal["a", "b"] | None = "a"
+) -> Policy:
+    return policy
+
+
+def test_an_option_that_may_be_none_is_so_by_that_word(config: Callable[[str], str]) -> None:
+    given = {"clip": None, "steps": None, "kind": None}
+    assert read("--clip", "None", "--steps=None", "--kind", "None", of=clipped)[0] == given
+    assert read("--config", config('clip = "None"'), of=clipped)[0] == {**given, "steps": 3, "kind": "a"}
+    with pytest.raises(CommandError, match=r"^--clip: given 'none', needed a number$"):
+        read("--clip", "none", of=clipped)
+
+
 def test_an_option_may_be_a_list() -> None:
     assert read(of=listing)[0] == {"weights": [1.0, 0.5], "few": [3]}
     assert read("--weights", "2", "3", "--few", "None", of=listing)[0] == {"weights": [2.0, 3.0], "few": None}
