@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
-from math import inf, isfinite
+from math import inf
 from typing import Any
 
 from penstock.graph.errors import nearest
@@ -35,6 +35,7 @@ from penstock.runtime.record.metrics import (
     MetricsFile,
     Row,
     Rows,
+    is_figure,
     keep_rows,
 )
 from penstock.runtime.record.samples import SamplesFile
@@ -335,7 +336,7 @@ class RunRecorder:
             # Of several nodes with an accuracy, the first in the program counts.
             told = (self._evaluated.get(node, {}) for node in self.clocks)
             figures = [metrics["accuracy"] for metrics in told if "accuracy" in metrics]
-            known = figures and isfinite(figures[0])
+            known = figures and is_figure(figures[0])
             self.accuracy[name] = round(figures[0], 6) if known else None
             self._evaluated.clear()
             self.say({"kind": "accuracy", "stage": name, "accuracy": self.accuracy[name]})

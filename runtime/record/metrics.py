@@ -26,7 +26,7 @@ from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import AppendFile, RunFolder, read_file, write_atomic
 from penstock.runtime.record.timeline import Bar, excerpt, span
 from penstock.runtime.record.trace_formats import Drawing
-from penstock.runtime.record.typed_json import Figures, RowColumns, parse_json, require_shape
+from penstock.runtime.record.typed_json import LARGEST, Figures, RowColumns, parse_json, require_shape
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -277,7 +277,7 @@ class Rows:
         # Reset what is counted since the row before.
         self._last, self._sync, self._generated = now, None, 0.0
         self._trailing = {node: found[1:] for node, found in self._trailing.items()}
-        wrong = {name: str(value) for name, value in row.items() if isinstance(value, float) and not isfinite(value)}
+        wrong = {name: str(value) for name, value in row.items() if isinstance(value, float) and not is_figure(value)}
         return {**_finite(row), "not_finite": wrong} if wrong else row
 
 
@@ -342,11 +342,16 @@ def keep_rows(path: Path, cut: int) -> list[Row]:
     return rows
 
 
+def is_figure(value: float) -> bool:
+    """True for a number that a row can have: neither infinite, nor NaN, nor beyond `LARGEST`."""
+    return abs(value) <= LARGEST
+
+
 def _finite(value: Any) -> Any:
-    """`value` with None for infinities and NaN."""
+    """`value` with None for floats that are no figures."""
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
-    return None if isinstance(value, float) and not isfinite(value) else value
+    return None if isinstance(value, float) and not is_figure(value) else value
 
 
 def _figure_of(column: str) -> str:

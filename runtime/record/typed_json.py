@@ -18,7 +18,9 @@ DEPTH = 64
 NEEDED = "needed what the run wrote"
 
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
-Number = Annotated[float, Meta(ge=-1e300, le=1e300)] | None
+# Of a figure, either way: squares and differences of figures are drawn, and JSON has no infinity.
+LARGEST = 1e300
+Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)] | None
 Text = Annotated[str, Meta(max_length=1 << 24)]
 
 

@@ -131,6 +131,17 @@ def test_a_figure_that_is_no_number_is_null_with_a_note_of_what_it_was(rows: Row
     json.dumps(row, allow_nan=False)
 
 
+def test_rows_with_a_figure_that_is_too_large_to_be_read_back_are_read(rows: Rows, tmp_path: Path) -> None:
+    written = [made(rows, update, loss=loss) for update, loss in enumerate((1e300, -1.5e308, 0.5))]
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for row in written:
+        file.append(row)
+    file.close()
+    read = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["loss"] for row in read] == [1e300, None, 0.5]
+    assert read[1]["not_finite"] == {"loss": "-1.5e+308"}
+
+
 def test_a_figure_has_a_column_for_each_node_with_a_name_and_none_twice() -> None:
     rows = [{"loss": x, "solver.loss": x, "proposer.loss": 2.0} for x in (1.0, 2.0)]
     assert columns(rows, "loss") == ["proposer.loss", "solver.loss"]
