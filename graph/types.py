@@ -506,6 +506,12 @@ class Rollouts(Batchable):
         """The number of the model's turns in each row."""
         return [(len(transcript) + 1) // 2 for transcript in self.transcripts]
 
+    def in_newest_turn(self) -> list[bool]:
+        """True for each row with a newest turn: one that was not done before it."""
+        turns = self.turns()
+        newest = max(turns, default=0)
+        return [turn == newest for turn in turns]
+
     def rewarded(self, replies: "Replies") -> "tuple[list[float | None], ...]":
         """The rewards of all turns of each row: the earlier ones, and those of the `replies` to the newest turns.
 

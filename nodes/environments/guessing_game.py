@@ -1,6 +1,7 @@
 """A game of turns that costs nothing: guess a whole number, and be told whether it is higher or lower."""
 
 import re
+from itertools import compress
 
 import torch
 
@@ -62,7 +63,4 @@ def guessing_game(
         texts.append(unclear if guess is None else higher if guess < int(answer) else lower)
     done_N = torch.tensor(right)
     replies = Replies(tuple(texts), ("user",) * len(texts), done_N, done_N.float())
-    turns = rollouts.turns()
-    newest = max(turns, default=0)  # rows that were not done before have this many
-    asked = [text == unclear for text, turn in zip(texts, turns, strict=True) if turn == newest]
-    return replies, {"unclear": Mean.of(asked)}
+    return replies, {"unclear": Mean.of([text == unclear for text in compress(texts, rollouts.in_newest_turn())])}

@@ -9,6 +9,7 @@ standard library is available, and calls share no state.
 import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import compress
 from threading import BoundedSemaphore
 from typing import Literal
 
@@ -62,9 +63,7 @@ def python_tool(
         raise ToolTimeout(f"python_tool, group {rollouts.ordinals[late[0]]}, row {late[0]}: {given}")
     texts = tuple("" if call is None else f"<output>{answers[call].output}</output>" for call in calls)
     failures = [answers[call].failed for call in calls if call is not None]
-    turns = rollouts.turns()
-    newest = max(turns, default=0)  # rows that were not done before have this many
-    called = [call is not None for call, turn in zip(calls, turns, strict=True) if turn == newest]
+    called = [call is not None for call in compress(calls, rollouts.in_newest_turn())]
     metrics: Metrics = {"tool_calls": Mean.of(called), "tool_errors": Mean.of(failures)}
     done_N = torch.tensor([call is None for call in calls])
     return Replies(texts, ("tool",) * len(texts), done_N), metrics
