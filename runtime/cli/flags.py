@@ -33,6 +33,7 @@ from penstock.runtime.control.run_config import (
     Seed,
     Shown,
     annotation,
+    annotations,
     check_limits,
 )
 
@@ -157,7 +158,7 @@ def read_flags(
     command, config = f"penstock {verb}", (tyro.conf.FlagCreatePairsOff,)
     names = [field.name.rstrip("_") for field in fields(cls)]  # type: ignore[arg-type]
     said = unknown_flags(argv, names, command, about=about, fixed=fixed)
-    if said := said or wrong_values(argv, get_type_hints(cls, include_extras=True)):
+    if said := said or wrong_values(argv, annotations(cls)):
         raise CommandError(said)
     with fitting_help():
         flags = tyro.cli(readable(cls, argv), prog=command, description=inspect.getdoc(cls), args=argv, config=config)
@@ -201,7 +202,7 @@ def readable(cls: type[F], argv: Sequence[str]) -> type[F]:
     """The class of flags with `Shown` translated for tyro, and the fields' docstrings if `argv` asks for help."""
     docstrings = _docstrings(cls) if HELP.intersection(argv) else {}
     found: list[Field] = []
-    for name, hint in get_type_hints(cls, include_extras=True).items():
+    for name, hint in annotations(cls).items():
         shown = annotation(cls, name, Shown)
         if shown or name in docstrings:
             argument = _argument(shown, docstrings.get(name))

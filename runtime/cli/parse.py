@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args, get_origin
 
 import tyro
 
@@ -38,7 +38,7 @@ from penstock.runtime.cli.flags import (
     wrong_values,
 )
 from penstock.runtime.cli.tracing import CommandError, usage_errors
-from penstock.runtime.control.run_config import check_limits
+from penstock.runtime.control.run_config import annotations, check_limits
 from penstock.runtime.record.errors import visible
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     if said := unknown_flags(argv, known, f"penstock {verb} {name}", of_nodes):
         behind = "\nOptions of sbatch stand behind a --: --submit -- --nodes 4" if "--submit" in argv else ""
         raise CommandError(f"{said}{behind}")
-    hints = get_type_hints(options, include_extras=True) | get_type_hints(form, include_extras=True)
+    hints = {name: kind for name, kind, _ in (option.field for option in own)} | annotations(type(defaults))
     config = _config_argv(argv, known, hints, of_nodes)
     argv = _spread(argv) if "first_generators" in known else argv
     if said := wrong_values(argv, hints):

@@ -13,9 +13,9 @@ A default that `Context` or `Rules` has, too, is written there, since these do n
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -263,16 +263,15 @@ NODE_OPTIONS = tuple(f.name for f in fields(Context) if f.name in RunOptions.__a
 
 
 # For all fields at once: a class has a hundred, and a command asks for each more than once.
-@lru_cache(8)
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls, include_extras=True)
+annotations: Callable[[type], dict[str, Any]] = lru_cache(8)(partial(get_type_hints, include_extras=True))
+"""The annotations of a dataclass's fields by name, `Annotated` ones whole."""
 
 
 def annotation(cls: type, name: str, kind: type[A]) -> A | None:
     """The annotation of a dataclass's field of type `kind`: its `Meta` (limits), `Shown` or `OnResume`; None if none.
 
     That of `Positive | None` belongs to the first type of the union."""
-    waiting = [_hints(cls)[name]]
+    waiting = [annotations(cls)[name]]
     while waiting:
         parts = get_args(waiting.pop())
         for part in parts:
