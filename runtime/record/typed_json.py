@@ -78,9 +78,9 @@ class Summary(TypedDict):
     """prompt groups by outcome: `consumed`, `dropped` by a filter, `failed`"""
     retried: NotRequired[Count]
     """firings that failed and were tried again"""
-    wall_s: NotRequired[Annotated[float, Meta(ge=0, le=1e300)]]
+    wall_s: NotRequired[Annotated[float, Meta(ge=0, le=LARGEST)]]
     """seconds of all lives of the run, without the time between them"""
-    command_s: NotRequired[Annotated[float, Meta(ge=0, le=1e300)]]
+    command_s: NotRequired[Annotated[float, Meta(ge=0, le=LARGEST)]]
     """seconds of the last command, which ran or resumed it"""
     measured: NotRequired[list[dict[str, Number]] | dict[str, Number]]
     """metrics that came after the last row, as columns of rows"""
