@@ -127,7 +127,7 @@ def distill_update(
         with torch.no_grad():
             teacher_PW = packed_distributions(guide.model, packed)
         # Student and teacher are sharded over the same ranks: each rank has the same words of both.
-        total = model.words.sum(reverse_kl(packed_distributions(model, packed), teacher_PW).sum())
+        total = model.vocab.sum(reverse_kl(packed_distributions(model, packed), teacher_PW).sum())
         return total, total.detach()
 
     tokens = int(sampled_lengths(rollouts).sum())

@@ -27,7 +27,7 @@ def packed_logprobs(model: CausalLM, packed: Packed) -> tuple[Tensor, Tensor]:
 
     π is softmax(logits / T), T the temperature that the target was sampled at.
     """
-    hidden_QD, words = _hidden(model, packed), model.words
+    hidden_QD, vocab = _hidden(model, packed), model.vocab
     count = len(packed.targets_P)
     # The padding may have any targets: it is cut off below, so it has no gradient.
     more = (0, len(hidden_QD) - count)
@@ -36,11 +36,11 @@ def packed_logprobs(model: CausalLM, packed: Packed) -> tuple[Tensor, Tensor]:
 
     def compute(hidden_QD: Tensor, weight_WD: Tensor) -> tuple[Tensor, Tensor]:
         given, most = (hidden_QD, weight_WD, targets_Q, temperature_Q), model.logit_elements
-        if words.parts == 1:
+        if vocab.parts == 1:
             return token_logprobs(*given, chunk_elements=most, by_rows=model.invariant)
-        return logprobs_over_ranks(*given, words, chunk_elements=most)
+        return logprobs_over_ranks(*given, vocab, chunk_elements=most)
 
-    logprobs_Q, entropy_Q = model.with_head(words.shared(hidden_QD), compute)
+    logprobs_Q, entropy_Q = model.with_head(vocab.shared(hidden_QD), compute)
     return logprobs_Q[:count], entropy_Q[:count]
 
 
@@ -65,13 +65,13 @@ def packed_distributions(model: CausalLM, packed: Packed) -> Tensor:
     """log π of every word that this rank has, for each target, at the target's temperature, with a gradient: float32
     [P, W]. Memory grows with tokens × words.
     """
-    logits_PW, words = model.own_logits(_hidden(model, packed))[: len(packed.targets_P)].float(), model.words
+    logits_PW, vocab = model.own_logits(_hidden(model, packed))[: len(packed.targets_P)].float(), model.vocab
     if packed.temperature_P is not None:
         logits_PW = logits_PW / packed.temperature_P[:, None]
-    if words.parts == 1:
+    if vocab.parts == 1:
         return torch.log_softmax(logits_PW, dim=-1)
-    largest_P = words.max(logits_PW.amax(-1))
-    sum_P = words.shared(words.sum((logits_PW - largest_P[:, None]).exp().sum(-1)))
+    largest_P = vocab.max(logits_PW.amax(-1))
+    sum_P = vocab.shared(vocab.sum((logits_PW - largest_P[:, None]).exp().sum(-1)))
     return logits_PW - (largest_P + sum_P.log())[:, None]
 
 
@@ -150,7 +150,7 @@ def logprobs_over_ranks(
     weight_WD: Tensor,
     targets_P: Tensor,
     temperature_P: Tensor | None,
-    words: VocabShard,
+    vocab: VocabShard,
     *,
     chunk_elements: int = LOGIT_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ def logprobs_over_ranks(
     exchanges between ranks: the largest logit of each token, then its sums.
     """
     size = max(1, chunk_elements // weight_WD.shape[0])
-    given = hidden_PD, weight_WD, targets_P, temperature_P, size, words
+    given = hidden_PD, weight_WD, targets_P, temperature_P, size, vocab
     logprobs_P, entropy_P = _OverRanks.apply(*given)  # type: ignore[no-untyped-call]
     return logprobs_P, entropy_P
 
@@ -178,9 +178,9 @@ class _OverRanks(torch.autograd.Function):
         targets_P: Tensor,
         temperature_P: Tensor | None,
         size: int,
-        words: VocabShard,
+        vocab: VocabShard,
     ) -> tuple[Tensor, Tensor]:
-        rows_P, here_P = words.index(targets_P)
+        rows_P, here_P = vocab.index(targets_P)
         # For this rank's words: the largest logit, Σ exp(l − m), Σ exp(l − m) · (l − m), and the target's logit or 0.
         own_4P = torch.empty(4, len(targets_P), device=hidden_PD.device)
         for rows in _chunks(len(targets_P), size):
@@ -193,13 +193,13 @@ class _OverRanks(torch.autograd.Function):
             own_4P[1, rows] = weight_CW.sum(-1)
             own_4P[2, rows] = weight_CW.mul_(below_CW).sum(-1)
             del logits_CW, below_CW, weight_CW
-        largest_P, sums_3P = words.max(own_4P[0]), own_4P[1:]
+        largest_P, sums_3P = vocab.max(own_4P[0]), own_4P[1:]
         # From relative to this rank's largest logit to relative to that of all ranks.
         lower_P = own_4P[0] - largest_P
         sums_3P[1] = lower_P.exp() * (sums_3P[1] + lower_P * sums_3P[0])
         sums_3P[0] *= lower_P.exp()
         sums_3P[2] = (sums_3P[2] - largest_P) * here_P
-        sum_P, weighted_P, target_P = words.sum(sums_3P)
+        sum_P, weighted_P, target_P = vocab.sum(sums_3P)
         log_P = sum_P.log()
         ctx.save_for_backward(hidden_PD, weight_WD, rows_P, temperature_P, here_P, largest_P + log_P)
         ctx.size = size

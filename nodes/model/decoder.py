@@ -69,7 +69,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.lora = config, lora
-        self.words = VocabShard(config.vocab_size)
+        self.vocab = VocabShard(config.vocab_size)
         # Draws nothing from the global generator, and touches no memory.
         with torch.device("meta"):
             self.model = _Layers(config)
@@ -161,9 +161,9 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.cos_PK.dtype
 
-    def shard_vocab(self, words: VocabShard) -> None:
+    def shard_vocab(self, vocab: VocabShard) -> None:
         """Compute with an embedding and a head of only these words, together with the other ranks of `words`."""
-        self.words = self.model.embed_tokens.words = words
+        self.vocab = self.model.embed_tokens.vocab = vocab
 
     def distribute_experts(self, placement: ExpertPlacement) -> None:
         """Keep only this rank's experts of each layer. Without experts do nothing."""
@@ -225,7 +225,7 @@ class CausalLM(Decoder):
         """Unnormalised log-probabilities of the next token for this rank's words, [B, S, W]."""
         if self._packed_head is not None:
             return multiplied(hidden_BSD, self._packed_head)
-        return self.with_head(self.words.shared(hidden_BSD), invariant.linear if self.invariant else linear)
+        return self.with_head(self.vocab.shared(hidden_BSD), invariant.linear if self.invariant else linear)
 
     def neighbours(self) -> list[tuple[str, ...]]:
         """Names of parameters that can be used as one product if they are contiguous in memory: see `pack`."""
@@ -254,7 +254,7 @@ class CausalLM(Decoder):
 
     def logits(self, hidden_BSD: Tensor) -> Tensor:
         """Unnormalised log-probabilities of the next token, [B, S, V]."""
-        return self.words.gather(self.own_logits(hidden_BSD))
+        return self.vocab.gather(self.own_logits(hidden_BSD))
 
 
 class Scorer(Decoder):

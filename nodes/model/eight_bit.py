@@ -40,7 +40,7 @@ class QuantisedRows:
         if rows.device.type == "cuda" and dtype != torch.int8:
             from penstock.nodes.model import elementwise_triton  # Triton is installed where a GPU is
 
-            return QuantisedRows(*elementwise_triton.narrowed(rows, dtype, limit, _TINY))
+            return QuantisedRows(*elementwise_triton.quantised(rows, dtype, limit, _TINY))
         scales = rows.abs().amax(-1, keepdim=True).float().div_(limit).clamp_(min=_TINY)
         quotient = rows / scales
         # Conversion to a float format rounds; conversion to integers truncates.
@@ -48,16 +48,16 @@ class QuantisedRows:
         return QuantisedRows(quotient.to(dtype), scales)
 
 
-def product(x: Tensor, narrow: QuantisedRows, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias in the dtype of `x`. `narrow` has the rows of `x` in eight bits; `weight` is [O, D] in eight
+def product(x: Tensor, rows: QuantisedRows, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias in the dtype of `x`. `rows` has those of `x` in eight bits; `weight` is [O, D] in eight
     bits, its `scales` are [O]."""
     assert scales is not None
     if weight.dtype == torch.int8:
-        sums = torch._int_mm(narrow.elements, weight.t())
-        made = sums.float().mul_(scales).mul_(narrow.scales)
+        sums = torch._int_mm(rows.elements, weight.t())
+        made = sums.float().mul_(scales).mul_(rows.scales)
     else:
         made = torch._scaled_mm(
-            narrow.elements, weight.t(), scale_a=narrow.scales, scale_b=scales[None], out_dtype=torch.bfloat16
+            rows.elements, weight.t(), scale_a=rows.scales, scale_b=scales[None], out_dtype=torch.bfloat16
         )
     if bias is not None:
         made = made.float() + bias
@@ -83,7 +83,7 @@ def _exact() -> bool:
     return bool((torch._int_mm(largest, largest.t()) == 127 * 127 * 64).all())
 
 
-def narrow_parameters(weight: Tensor, precision: str) -> tuple[nn.Parameter, nn.Parameter]:
+def quantised_parameters(weight: Tensor, precision: str) -> tuple[nn.Parameter, nn.Parameter]:
     """Parameters for the elements and scales of a weight in eight bits; their values arrive later."""
     elements = torch.empty(weight.shape, dtype=DTYPES[precision], device=weight.device)
     scales = torch.empty(weight.shape[0], device=weight.device)

@@ -22,13 +22,13 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Te
     return out
 
 
-def narrowed(rows_RD: Tensor, dtype: torch.dtype, limit: float, tiny: float) -> tuple[Tensor, Tensor]:
+def quantised(rows_RD: Tensor, dtype: torch.dtype, limit: float, tiny: float) -> tuple[Tensor, Tensor]:
     """Elements [R, D] of eight bits and scales [R, 1], as in `eight_bit.QuantisedRows.of`."""
     (rows, width), rows_RD = rows_RD.shape, rows_RD.contiguous()
     elements_RD = torch.empty(rows, width, dtype=dtype, device=rows_RD.device)
     scales_R1 = torch.empty(rows, 1, device=rows_RD.device)
     if rows:
-        _narrow[(rows,)](rows_RD, elements_RD, scales_R1, limit, tiny, D=width, DP=triton.next_power_of_2(width))
+        _quantise[(rows,)](rows_RD, elements_RD, scales_R1, limit, tiny, D=width, DP=triton.next_power_of_2(width))
     return elements_RD, scales_R1
 
 
@@ -99,7 +99,7 @@ def _rms_norm(x, weight, out, x_row, eps, offset, D: tl.constexpr, DP: tl.conste
 
 
 @triton.jit
-def _narrow(rows, elements, scales, limit, tiny, D: tl.constexpr, DP: tl.constexpr):
+def _quantise(rows, elements, scales, limit, tiny, D: tl.constexpr, DP: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, DP)
     own = tl.load(rows + row * D + at, at < D, 0.0).to(tl.float32)
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(own)), limit), tiny)

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from penstock.nodes.model import invariant
 from penstock.nodes.model.compiled import DTYPES
-from penstock.nodes.model.eight_bit import QuantisedRows, narrow_parameters, product
+from penstock.nodes.model.eight_bit import QuantisedRows, product, quantised_parameters
 from penstock.nodes.model.elementwise import transposed
 
 _onednn = None
@@ -52,7 +52,7 @@ class Linear(nn.Linear):
 
     def quantise(self, precision: str) -> None:
         """Compute in eight bits from now on, with elements and scales that arrive later."""
-        self.weight, self.row_scales = narrow_parameters(self.weight, precision)
+        self.weight, self.row_scales = quantised_parameters(self.weight, precision)
 
 
 def together(x: Tensor, *maps: Linear) -> Sequence[Tensor]:

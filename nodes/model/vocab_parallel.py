@@ -92,16 +92,16 @@ def summed(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 class WordEmbedding(nn.Embedding):
     """An embedding of `words`, times `scale`. Its weights are the rank's own, and uninitialised."""
 
-    def __init__(self, words: VocabShard, width: int, scale: float = 1.0) -> None:
-        super().__init__(words.count, width)
-        self.words, self.scale = words, scale
+    def __init__(self, vocab: VocabShard, width: int, scale: float = 1.0) -> None:
+        super().__init__(vocab.count, width)
+        self.vocab, self.scale = vocab, scale
 
     def reset_parameters(self) -> None:
         """Do nothing: weights come from `init_weights` or a file."""
         # To draw numbers for tensors without memory, torch would import its compiler, which takes as long as torch.
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        found_BSD = self.words.look_up(tokens_BS, own_part(self.weight))
+        found_BSD = self.vocab.look_up(tokens_BS, own_part(self.weight))
         return found_BSD if self.scale == 1 else found_BSD * self.factor(found_BSD.dtype)
 
     def factor(self, dtype: torch.dtype) -> Tensor:
@@ -142,15 +142,15 @@ class _Shared(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, words: VocabShard) -> Tensor:
-        ctx.words = words
+    def forward(ctx: Any, own: Tensor, vocab: VocabShard) -> Tensor:
+        ctx.vocab = vocab
         # `all_gather` takes equal sizes only, and the last rank may have fewer words.
-        padded = F.pad(own, (0, words.most - own.shape[-1])).contiguous()
-        every = [torch.empty_like(padded) for _ in range(words.parts)]
-        dist.all_gather(every, padded, words.group)
-        return torch.cat(every, dim=-1)[..., : words.total]
+        padded = F.pad(own, (0, vocab.most - own.shape[-1])).contiguous()
+        every = [torch.empty_like(padded) for _ in range(vocab.parts)]
+        dist.all_gather(every, padded, vocab.group)
+        return torch.cat(every, dim=-1)[..., : vocab.total]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        words = ctx.words
-        return grad[..., words.first : words.first + words.count].contiguous(), None
+        vocab = ctx.vocab
+        return grad[..., vocab.first : vocab.first + vocab.count].contiguous(), None

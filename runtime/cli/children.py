@@ -386,8 +386,8 @@ def main(mode: str, words: str) -> int:
         try:
             with on_stop(interrupt):
                 return run_here(words)
-        except KeyboardInterrupt as stop_request:
-            return PREEMPTED if isinstance(stop_request, Preempted) else INTERRUPTED
+        except KeyboardInterrupt as interruption:
+            return PREEMPTED if isinstance(interruption, Preempted) else INTERRUPTED
     # Ctrl-C, or a closed pipe while help is printed, ends it without a traceback.
     for number in (signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)

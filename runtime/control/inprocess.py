@@ -118,8 +118,8 @@ def run_in_process(folder: RunFolder, say: Say) -> str:
             folder.write_json("processes.json", {"controller": os.getpid(), "pools": {}})
             with on_stop(driver.interrupt):
                 status = driver.run()
-    except KeyboardInterrupt as stop_request:
-        who = "a cluster manager" if isinstance(stop_request, Preempted) else "the user"
+    except KeyboardInterrupt as interruption:
+        who = "a cluster manager" if isinstance(interruption, Preempted) else "the user"
         text = f"stopped at once by {who}, without a checkpoint"
         session.fail(Failure(FailureCode.INTERRUPTED, text), monotonic())
         session.decide(monotonic())

@@ -239,7 +239,7 @@ def words(rank: int, folder: Path, mesh: str, tied: str) -> None:
         with Dimensions() as dimensions:
             ours = policy_update.fn(parted, *batch(), **OPTIONS)[1]
         theirs = policy_update.fn(one, *batch(), **OPTIONS)[1]
-        assert parted.model.words.count in dimensions.found
+        assert parted.model.vocab.count in dimensions.found
         assert VOCABULARY not in dimensions.found, "whole logits, or a whole embedding, on a rank"
         assert_near(ours, theirs)
         assert_same_everywhere(ours)

@@ -18,7 +18,7 @@ from penstock.nodes.generate import generate, make_engine, reply
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.sampling import mismatch
 from penstock.nodes.model import CausalLM, Lora, ModelConfig, ModelError, eight_bit
-from penstock.nodes.model.eight_bit import DTYPES, QuantisedRows, narrow_parameters, product, require_products
+from penstock.nodes.model.eight_bit import DTYPES, QuantisedRows, product, quantised_parameters, require_products
 from penstock.nodes.open_model import ModelSpec, check_precision, computes
 from penstock.nodes.policy import make_policy
 from penstock.programs.aipo import aipo
@@ -199,7 +199,7 @@ def test_an_engine_whose_device_lacks_the_precision_is_not_made(context: Context
 
 def test_the_parameters_of_eight_bits_take_a_byte_each() -> None:
     for precision, dtype in DTYPES.items():
-        elements, scales = narrow_parameters(torch.empty(6, 10), precision)
+        elements, scales = quantised_parameters(torch.empty(6, 10), precision)
         assert (elements.dtype, elements.nbytes, scales.shape, scales.dtype) == (dtype, 60, (6,), torch.float32)
 
 

@@ -172,7 +172,7 @@ def test_what_is_no_number_stays_none_in_eight_bits(bad: float) -> None:
     rows_RD = random(2, 48)
     rows_RD[1, 3] = bad
     # In float32 instead of eight bits, which the interpreter has not.
-    elements_RD, scales_R1 = _kernels()[1].narrowed(rows_RD, torch.float32, 448.0, torch.finfo(torch.float32).tiny)
+    elements_RD, scales_R1 = _kernels()[1].quantised(rows_RD, torch.float32, 448.0, torch.finfo(torch.float32).tiny)
     made_RD = elements_RD * scales_R1
     near(made_RD[0], rows_RD[0])
     assert not made_RD[1, 3].isfinite()
