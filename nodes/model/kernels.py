@@ -33,7 +33,7 @@ class Linear(nn.Linear):
     joined: tuple[Tensor, Tensor | None, Tensor | None] | None = None
     """Joined weight, bias and row scales of this map and of its neighbours: see `pack`."""
     row_scales: nn.Parameter | None
-    """Row scales of an eight-bit weight, [out]: see `narrow`."""
+    """Row scales of an eight-bit weight, [out]: see `quantise`."""
     invariant: bool = False
     """True if a row's bits depend on that row only: see `invariant`."""
 
