@@ -11,7 +11,7 @@ FOLDER = str(Path(__file__).resolve().parents[2] / "benchmarks")
 
 @pytest.fixture(scope="session", autouse=True)
 def scripts() -> Iterator[None]:
-    """Their folder is on the path, as it is when one of them is run."""
+    """Put the scripts' folder on the path, as when a script is run."""
     sys.path.insert(0, FOLDER)
     yield
     sys.path.remove(FOLDER)

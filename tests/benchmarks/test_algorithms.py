@@ -1,4 +1,4 @@
-"""The table of algorithms: none is missing, lag 2 is for those meant for it, and failures are told."""
+"""The table of algorithms: it is complete, only algorithms made for lag run at lag 2, and failures are reported."""
 
 import pkgutil
 from importlib import import_module
@@ -22,7 +22,7 @@ def run(after: float | None, gain: float | None = 0.1, status: str = "done", err
 
 
 def test_every_program_with_a_lag_is_in_the_table_but_for_examples_and_one_with_a_test_of_its_own() -> None:
-    """`vineppo` samples many times as many responses: `test_an_algorithm_makes_the_base_better` says that it learns."""
+    """`vineppo` samples many times more responses; `test_an_algorithm_makes_the_base_better` shows that it learns."""
     loaded = {module.name: load(module.name) for module in pkgutil.iter_modules(programs.__path__)}
     lagging = {n for n, p in loaded.items() if isinstance(p, Program) and "lag" in signature(p.fn).parameters}
     assert lagging - set(algorithms().ENTRIES) == {"toy", "guessing", "vineppo"}

@@ -1,4 +1,4 @@
-"""The line chart: whole XML, a line per name, heights where they belong."""
+"""The line chart: well-formed XML, one line per name, and points at the right heights."""
 
 from importlib import import_module
 from xml.etree import ElementTree

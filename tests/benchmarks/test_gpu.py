@@ -1,4 +1,4 @@
-"""The benchmark of what only a GPU shows: it ends well where there is none, and its phases run, tiny, on a CPU."""
+"""The GPU benchmark: without a GPU it exits cleanly, and its phases run at small sizes on a CPU."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Runs for benchmarks: what is finished is not done again, and a worker's end is told."""
+"""Runs for benchmarks: finished jobs are not repeated, and a worker that ends early is reported."""
 
 from importlib import import_module
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The off-policy table: what collapse and the rule for the rate mean, and that the picture is the result's."""
+"""The off-policy table: what counts as collapse, how the learning rate is chosen, and that the figure matches it."""
 
 import json
 from importlib import import_module

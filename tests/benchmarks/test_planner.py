@@ -1,4 +1,4 @@
-"""The comparison with published rows: which of them count, and how it is reckoned."""
+"""The comparison with published rows: which rows count, and how errors are computed."""
 
 from dataclasses import replace
 from importlib import import_module
@@ -17,7 +17,7 @@ def script(name: str) -> Any:
 
 
 def row(**more: Any) -> Any:
-    """A row of NeMo-RL, but for what is given."""
+    """A row of NeMo-RL with the given fields replaced."""
     layout, mode = "gen[TP,PP]=[4,1] train=[4,1,1,4]", "GRPO On BF16"
     own = script("published").Row(
         0, "NeMo-RL", "v1", "Qwen3-32B", "H100", 32, layout, "w", 4096, 3251.0, mode, 0, 100.0, 571.0, ()
@@ -41,7 +41,7 @@ def test_layouts_are_read_and_gpus_shared_out_by_the_rule() -> None:
     assert published.nemo_layouts(row()) == ((Parallel(fsdp=2, tp=4, pp=4), 1, 1), Parallel(tp=4), 8)
     (mesh, _, _), _, replicas = published.nemo_layouts(row(staleness=1))
     assert (mesh.ranks, replicas) == (16, 4)
-    # Ranks that share a sequence shard the weights between them, too.
+    # Context-parallel ranks shard the weights, too.
     assert published.mesh_of("FSDP4 CP2 TP8 PP8") == (Parallel(fsdp=8, tp=8, pp=8), 2)
 
 
@@ -50,7 +50,7 @@ def test_what_other_systems_have_and_plans_do_not_is_costed() -> None:
     h100, batch = GPUS["H100"], np.full(64, 4096)
     plain = predicted.Recipe(shape, h100, Parallel(fsdp=8, tp=2))
     assert plain.update(batch).parts == pytest.approx(Trainer(shape, h100, plain.mesh).update(batch).parts)
-    # Stages are alike there: the one with the head has fewer layers, so that a bubble is a stage's work.
+    # All stages cost the same here (the one with the head has fewer layers): the bubble is one stage's work.
     staged = replace(plain, mesh=Parallel(fsdp=8, tp=2, pp=2))
     assert staged.filling == 1
     chunked, hidden = replace(staged, chunks=2).update(batch), replace(plain, async_tp=True).update(batch)

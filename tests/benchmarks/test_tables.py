@@ -1,4 +1,4 @@
-"""Tables that are computed, not measured: what is kept of them is what the code gives today."""
+"""Tables that are computed, not measured: the stored results equal what the code computes today."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from .conftest import FOLDER
 
 
 def leaves(figures: Any, place: str = "") -> dict[str, Any]:
-    """The single values of a table, by their places in it."""
+    """The scalar values of a table by their paths."""
     parts = figures.items() if isinstance(figures, dict) else enumerate(figures) if isinstance(figures, list) else None
     if parts is None:
         return {place: figures}
@@ -26,7 +26,7 @@ def test_a_computed_table_is_as_its_script_computes_it(name: str, monkeypatch: p
     monkeypatch.setattr(script, "publish", lambda _, figures, keep: found.update(figures))
     script.main()
     kept = json.loads((Path(FOLDER) / "results" / f"{name}.json").read_text())
-    # In two digits, of which a processor's own rounding may change the last one.
+    # Values have two digits; floating-point differences between processors may change the last one.
     wanted = {
         at: pytest.approx(value, rel=0.005, abs=0.011) if isinstance(value, float) else value
         for at, value in leaves({key: kept[key] for key in found}).items()

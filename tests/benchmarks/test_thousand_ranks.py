@@ -1,4 +1,4 @@
-"""The benchmark of the controller of many ranks, with few: the fakes do what a run asks of them."""
+"""The benchmark of a controller with many ranks, run with few: the fake ranks do what a run asks of them."""
 
 from importlib import import_module
 from typing import Any
@@ -17,7 +17,7 @@ def test_a_run_of_fake_ranks_ends_well_and_is_counted() -> None:
     found = script().steps(script().Layout(hosts=4, trainer=4, generators=2, tp=2, batch=4), 4, 0.1, processes=2)
     assert (found["ranks"], found["groups"]) == (8, 4)
     assert found["controller_s"] >= 0
-    # For each update one of each group's nodes, at least: ranks of a host that have done the same answer as one.
+    # Per update, at least one event for each group's nodes: ranks of one host that did the same send one answer.
     assert found["events"] > 4 * (2 + 1 + 1)
 
 
