@@ -1,4 +1,4 @@
-"""Verbs in this process: the child that traces costs seconds, and has tests of its own."""
+"""Fixtures that run verbs in this process: starting the tracing child takes seconds, and it has its own tests."""
 
 import json
 from collections.abc import Callable
@@ -37,7 +37,7 @@ SUMMARY = {
 
 @pytest.fixture
 def here(monkeypatch: Patch) -> None:
-    """Programs are traced, and inputs tried, in this process."""
+    """Trace programs and try inputs in this process."""
 
     def ask(function: str, *arguments: Any, **_: object) -> Any:
         found = json.loads(json.dumps(answered(resolve_name(function), *json.loads(json.dumps(arguments)))))
@@ -50,7 +50,7 @@ def here(monkeypatch: Patch) -> None:
 
 @pytest.fixture
 def refuse(here: None, capsys: Output) -> Refuse:
-    """The exit status of a command that is refused, and what it says of it, in one line of spaces."""
+    """Run a command that is refused; return its exit status and its error text with white space collapsed."""
 
     def call(*words: object) -> tuple[int, str]:
         with pytest.raises(SystemExit) as leaving:
@@ -64,7 +64,7 @@ def refuse(here: None, capsys: Output) -> Refuse:
 
 @pytest.fixture
 def say(here: None, capsys: Output) -> Say:
-    """What a command that ends well prints."""
+    """Run a command that succeeds; return what it prints."""
 
     def call(*words: object) -> str:
         with pytest.raises(SystemExit) as leaving:
@@ -78,12 +78,12 @@ def say(here: None, capsys: Output) -> Say:
 
 @pytest.fixture
 def facts(say: Say) -> Facts:
-    """The last line of what it prints with --json."""
+    """Run a command with --json; return the last line of its output, decoded."""
     return lambda *words: json.loads(say(*words, "--json").splitlines()[-1])
 
 
 class Processes:
-    """Stand for the launcher: what it was given, and what it says."""
+    """Stands in for the launcher: records its arguments, and reports prepared lines."""
 
     def __init__(self) -> None:
         self.status, self.lines = DONE, [{"kind": "stage", "stage": "train"}]

@@ -1,4 +1,4 @@
-"""The command itself, in processes of its own."""
+"""The command itself, in its own processes."""
 
 import fcntl
 import json
@@ -60,7 +60,7 @@ def test_files_of_the_current_folder_shadow_no_other_modules(tmp_path: Path, pro
     for name in ("types", "random", "torch", "penstock"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported')")
     (tmp_path / "mine.py").write_text(NODE.replace("breakpoint()", "pass"))
-    # As the script `penstock`, which does not have the current folder in its path.
+    # Like the script `penstock`, -P leaves the current folder out of the path.
     words = f"run {program} --updates 2 --batch 2 --out here"
     done = subprocess.run(
         [sys.executable, "-P", "-m", "penstock", *words.split()],
@@ -105,7 +105,7 @@ def test_a_run_leaves_a_folder_that_replays(tmp_path: Path) -> None:
 
 
 def ended(command: "subprocess.Popen[bytes]", folder: Path) -> tuple[int, dict[str, Any]]:
-    """The exit status and the summary of a run whose output nobody reads any more; no process of it is left."""
+    """Return the exit status and summary of a run whose output is not read; none of its processes may be left."""
     status = command.wait(60)
     left = [p for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or [])]
     assert left == []
@@ -147,7 +147,7 @@ def test_a_closed_pipe_stops_a_run_in_order(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_output_cannot_be_written_does_not_say_that_the_user_stopped_it(tmp_path: Path) -> None:
-    """As of a log on a full disk."""
+    """For example, the output goes to a log on a full disk."""
     with open("/dev/full", "w") as full:
         done = subprocess.run([*LONG, "--plain"], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, timeout=120)
     assert done.returncode == 130
@@ -158,7 +158,7 @@ def test_a_run_whose_output_cannot_be_written_does_not_say_that_the_user_stopped
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "controlling"), [((), True), (("--plain",), False)])
 def test_a_closed_terminal_stops_a_run_in_order(tmp_path: Path, words: tuple[str, ...], controlling: bool) -> None:
-    """With SIGHUP if it is the terminal that controls the run, else by its errors."""
+    """A controlling terminal sends SIGHUP; of another one, the run sees the write errors."""
     master, slave = pty.openpty()
 
     def begin() -> None:
@@ -210,7 +210,7 @@ def test_an_interrupt_of_a_run_in_one_process_is_heard_once_whoever_gets_it(tmp_
 
 @pytest.mark.slow
 def test_a_full_disk_is_one_clear_message_and_a_summary(tmp_path: Path) -> None:
-    """A limit on the size of the controller's files stands for the disk: writing fails in the same way."""
+    """A limit on the controller's file sizes stands in for a full disk: writing fails in the same way."""
     (tmp_path / "sitecustomize.py").write_text(SMALL_FILES)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = penstock(f"{TOY} --plain --json", tmp_path, env=environment)

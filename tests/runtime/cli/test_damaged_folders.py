@@ -1,8 +1,8 @@
-"""Run folders that something or somebody has changed: every reader refuses them in words, or reads what is there.
+"""Run folders that were damaged or edited: every reader refuses them with a clear error, or reads what is there.
 
-Each case is drawn from a seed: one file of a whole run is damaged as bytes, as JSON, or as records of a log whose chain
-is made whole again, as an attacker would. A reader ends well, or with an error of ours that names a file; never with
-another exception, and not after more than `CPU_S` seconds of computing.
+Each case is drawn from a seed. One file of a complete run is damaged as bytes, as JSON, or as log records whose hash
+chain is recomputed, as an attacker would do. A reader succeeds, or raises an error of ours that names a file; it never
+raises another exception, and never computes for more than `CPU_S` seconds.
 """
 
 import json
@@ -44,12 +44,12 @@ ODD: list[Any] = [
     None, True, False, -1, 0, 1, 7, 10**9, 2**53, 2**62, 2**70, 1e308, -0.5, float("nan"), "", "x", "../../x",
     "trainer", "generator/0", "cpu", "\x00", "\udcff", [], {}, [[]], {"a": 1}, [1, 2, 3],
 ]  # fmt: skip
-"""What takes the place of a value."""
+"""Values that replace another one."""
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three updates on two generators, with a checkpoint at their end."""
+    """A run of three updates on two generators, with a checkpoint at its end."""
     folder = simulated_run(tmp_path_factory.mktemp("runs") / "whole", updates=3, batch=2, generators=2).folder
     (stage,) = read_log(folder.events)[0].stages
     stages = [(SegmentOrigin.from_json(stage.facts), recorded_steps(stage))]
@@ -73,7 +73,7 @@ FILES = (
 
 
 def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where the parts of a JSON value are."""
+    """Yield the path of each part of a JSON value."""
     yield place
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
@@ -107,7 +107,7 @@ def changed(value: Any, draw: Random) -> Any:
 
 
 def packable(value: Any) -> Any:
-    """What MessagePack can hold of a value."""
+    """Return the value with what MessagePack cannot hold replaced."""
     if isinstance(value, dict):
         return {packable(key): packable(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -118,7 +118,7 @@ def packable(value: Any) -> Any:
 
 
 def chained(records: list[Any]) -> bytes:
-    """A log of records, as `runtime.record.event_log` describes it."""
+    """Return the bytes of a log of these records, in the format of `runtime.record.event_log`."""
     data, chain = bytearray(MAGIC), blake2b(MAGIC, digest_size=16).digest()
     for record in records:
         payload = msgspec.msgpack.encode(record)
@@ -150,7 +150,7 @@ def changed_log(path: Path, draw: Random) -> bytes:
 
 
 def damaged(data: bytes, draw: Random) -> bytes:
-    """Bytes that are cut, changed, or have too much in them."""
+    """Return the bytes truncated, changed, or with too much inserted."""
     here = draw.randrange(len(data))
     return draw.choice([
         data[:here],
@@ -163,7 +163,7 @@ def damaged(data: bytes, draw: Random) -> bytes:
 
 
 def damage(folder: Path, draw: Random) -> str:
-    """Change a file of a folder; its name."""
+    """Change one file of a folder and return its name."""
     path = folder / draw.choice(FILES)
     data, how = path.read_bytes(), draw.randrange(10)
     if how == 0:
@@ -195,7 +195,7 @@ class TooLong(BaseException):
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """Raises TooLong for a body that takes too much of the CPU, however slow the machine is."""
+    """Raise TooLong in a body that uses too much CPU time, however slow the machine is."""
 
     def stop(number: int, frame: object) -> None:
         raise TooLong
@@ -210,7 +210,7 @@ def computing() -> Iterator[None]:
 
 
 def refused(read: Callable[[], object], names: tuple[str, ...]) -> str:
-    """How a reader ends, if neither well nor with an error of ours that has one of `names`."""
+    """Return "" if a reader succeeds or raises an error of ours that has one of `names`, else what it raised."""
     try:
         with computing():
             read()
@@ -223,7 +223,7 @@ def refused(read: Callable[[], object], names: tuple[str, ...]) -> str:
 
 @pytest.fixture
 def readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Path], object]]:
-    """What reads a run folder; `resume` up to where processes would start."""
+    """All readers of a run folder; `resume` stops before it would start processes."""
     monkeypatch.setattr(resume, "go", lambda *args, **kwargs: 0)
     monkeypatch.setattr(resume, "require_inputs", lambda *args: None)
     return {
@@ -231,7 +231,7 @@ def readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callab
         "replay": lambda path: report.replay([str(path)]),
         "watch": lambda path: watch_in_terminal(RunFolder.open(path), plain=True, once=False),
         "dashboard": lambda path: watch_in_terminal(RunFolder.open(path), plain=False, once=True),
-        "resume": lambda path: resume.resume([str(path), "--updates", "9"]),  # the last, for it may write
+        "resume": lambda path: resume.resume([str(path), "--updates", "9"]),  # # the last, since it may write
     }
 
 
@@ -256,7 +256,7 @@ def test_a_damaged_folder_is_refused_in_words(
 
 
 def test_other_files_that_are_no_json_of_theirs_are_refused_in_words(whole: Path, tmp_path: Path) -> None:
-    """A plan, a model's sizes, lengths, a join file, a cluster, a part of a checkpoint."""
+    """Plans, model configs, lengths, join files, cluster files, and checkpoint shards."""
     (tmp_path / "keys").mkdir()
     keys = tmp_path / "keys" / "a.json"
     Keys.make("run1", "ipc:///tmp/x", ["a"]).join("a", "ipc:///tmp/x", tmp_path).write(keys)

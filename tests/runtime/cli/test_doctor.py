@@ -1,4 +1,4 @@
-"""`penstock doctor`: what a machine has, what follows from what it lacks, and what is kept of how fast it is."""
+"""`penstock doctor`: what a machine has, the consequences of what it lacks, and which measurements are stored."""
 
 import json
 import os
@@ -35,14 +35,14 @@ GPU = {
     "memory": {"read": 2900.0, "copy": 2700.0}, "launch_us": 4.5, "host_gb_s": 55.0,
     "products": {"bf16": [[16, 1024, 1e13], [8192, 8192, 7e14]]},
     "torch": "2.13.0", "seconds": 20.0,
-    # 2 ms, 5 us a row, 4 us an operation.
+    # 2 ms, plus 5 us per row and 4 us per operation.
     "steps": [[n, rows, 2e-3 + 5e-6 * rows + n * KERNELS * 4e-6] for n in (2, 18) for rows in (16, 256)],
 }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def children(monkeypatch: Patch, tmp_path: Path) -> dict[str, Any]:
-    """What the children of `doctor` answer, by the name of the function; an error is raised."""
+    """The answers of the children of `doctor` by function name; an exception is raised instead of returned."""
     said = {"installed": TORCH, "described_isolation": (True, "bubblewrap"), "cpu": CPU, "cuda": GPU}
 
     def ask(function: str, *arguments: object, **_: object) -> Any:
@@ -151,7 +151,7 @@ def test_a_user_without_a_home_has_the_cache_in_a_folder_of_its_own_or_is_told_w
 ) -> None:
     for name in ("PENSTOCK_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("os.getuid", lambda: 54321)  # of whom the system knows nothing
+    monkeypatch.setattr("os.getuid", lambda: 54321)  # # a user ID that the system does not know
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     own = tmp_path / f"penstock-{os.geteuid()}"
     assert (cache_folder(), own.stat().st_mode & 0o777) == (own / "cache", 0o700)
@@ -175,7 +175,7 @@ def test_what_was_measured_is_this_machine_from_then_on(capsys: Output, monkeypa
     planned = read_cluster("this", cache_folder() / PROFILE)
     kind = planned.gpu_of(planned.hosts[0])
     assert kind is not None
-    # The measured rates, and the links of the known kind.
+    # The measured rates, and the links of the known GPU kind.
     assert kind.flops("bf16") == pytest.approx(7e14, rel=1e-4)
     assert kind.bandwidth == pytest.approx(2.7e12, rel=1e-4)
     assert kind.nvlink_gb_s == GPUS["H100"].nvlink_gb_s

@@ -1,4 +1,4 @@
-"""`penstock export` writes a run's checkpoint for other programs, and refuses what is not there."""
+"""`penstock export` writes a run's checkpoint for other programs, and refuses what does not exist."""
 
 import json
 import os

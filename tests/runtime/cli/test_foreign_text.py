@@ -1,4 +1,4 @@
-"""What others have named or written, in a terminal: control characters are seen and not obeyed; any path will do."""
+"""Text and names from others in a terminal: control characters are shown, not executed; any path works."""
 
 import ast
 import json
@@ -30,7 +30,7 @@ from .conftest import Output, Patch, Processes, Refuse, Say
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x1b[31m\r\x9b31m\u202eevil\x00\x7f"
 ODD = os.fsdecode(b"na\xff me")
-"""A name as Python has one that is no UTF-8."""
+"""A name that is not UTF-8, as Python decodes it."""
 
 
 def is_plain(text: str) -> bool:
@@ -61,7 +61,7 @@ def test_no_display_obeys_what_an_error_or_a_name_says() -> None:
     with console.capture() as capture:
         console.print(dashboard(progress, f"[red]{EVIL}[/]", 120, 1.0))
     assert is_plain(capture.get())
-    assert "[red]" in capture.get()  # which is no markup
+    assert "[red]" in capture.get()  # # shown as text, not taken as markup
     assert said
     assert all(map(is_plain, [*said, *progress.errors]))
 
@@ -83,7 +83,7 @@ RUNTIME = Path(__file__).resolve().parents[3] / "runtime"
 
 
 def test_whatever_is_printed_is_visible() -> None:
-    """Every `print` has a constant, JSON, or what `visible` gives; a picture of `simulate` has colours and nodes."""
+    """Every `print` gets a constant, JSON, or output of `visible`; a picture of `simulate` has colours and nodes."""
     raw = []
     for path in sorted(RUNTIME.rglob("*.py")):
         tree = ast.parse(path.read_text())

@@ -1,4 +1,4 @@
-"""Command lines that cannot work, each with its exit status and what is needed; nothing is started or written."""
+"""Command lines that cannot work: each gives its exit status and what is needed; nothing is started or written."""
 
 import re
 import socket
@@ -283,7 +283,7 @@ def test_what_a_command_says_that_is_no_interpreter_is_told(
 def test_all_trackers_whose_clients_are_not_installed_are_told(
     verb: str, here: None, capsys: pytest.CaptureFixture[str], monkeypatch: Patch
 ) -> None:
-    # As where none of the extras is installed.
+    # As if none of the extras were installed.
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as leaving:
         main([verb, "toy", "--track", "wandb", "trackio"])
@@ -336,7 +336,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--batch 16", "--batch: given a flag of programs and plans beside --from"),
         ("--cluster 8x8xH100", "--cluster: given a flag of programs and plans beside --from"),
         ("--lag -1", "--lag: given -1, needed at least 0"),
-        ("--lag 1", "--lag 1"),  # too small for how seldom weights travel
+        ("--lag 1", "--lag 1"),  # # too small for the interval between publications
         ("--generators 0", "--generators: given 0, needed at least 1"),
         ("--updates 0", "--updates: given 0, needed at least 1"),
         ("--duration other=1", "needed one of fake_generate, fake_score, fake_update"),

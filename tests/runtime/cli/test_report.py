@@ -1,4 +1,4 @@
-"""`report`, `replay` and `simulate --from` of whole folders, and of what is left of broken ones."""
+"""`report`, `replay` and `simulate --from` on complete folders, and on what is left of damaged ones."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(whole: Path, tmp_path: Path) -> Path:
-    """A copy that may be broken."""
+    """A copy that tests may damage."""
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
@@ -51,7 +51,7 @@ def test_it_writes_the_page_into_the_folder_or_elsewhere_and_says_where(folder: 
     mine = tmp_path / "authorized_keys"
     mine.write_text("mine\n")
     for name in ("report.html", f".report.html.{os.getpid()}"):
-        (folder / name).symlink_to(mine)  # what somebody has planted is not written through
+        (folder / name).symlink_to(mine)  # # a planted link: the report must not be written through it
     said = say("report", folder)
     assert "bounds this run" in said
     assert str(folder / "report.html") in said
@@ -273,7 +273,7 @@ def test_more_updates_and_other_durations_give_what_a_run_with_them_gives(tmp_pa
 
 
 def test_groups_beside_each_other_slow_each_other_down_as_in_the_run(tmp_path: Path, simulated: Simulated) -> None:
-    # At eight groups at once, four fifths of a group's time are due to those beside it.
+    # With eight groups at once, four fifths of a group's time are due to the others.
     work = {("fake_generate", index): 0.03 + 0.0007 * (index * 7 % 13) for index in range(400)}
     shared = SharedPace({"fake_generate": Empirical(work, tuple(work.values()))}, Crowding(0.8, 8.0))
     durations = replace(CONSTANT, nodes={**CONSTANT.nodes, "fake_generate": shared})

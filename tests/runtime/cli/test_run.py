@@ -1,4 +1,4 @@
-"""What run and resume do before and after the processes, and the base model that runs start from."""
+"""What `run` and `resume` do before and after the processes run, and the base model that runs start from."""
 
 import fcntl
 import hashlib
@@ -249,7 +249,7 @@ def test_a_language_model_starts_from_the_base(processes: Processes, tmp_path: P
 
 @pytest.fixture
 def finished(processes: Processes, out: Path) -> RunFolder:
-    """A run of five updates that is done."""
+    """A finished run of five updates."""
     starting.run(["toy", "--updates", "5", "--out", str(out)])
     folder = RunFolder.open(out)
     complete_checkpoint(folder, begin_checkpoint(folder, "r", 5), CUT, {})
@@ -294,7 +294,7 @@ def test_a_folder_of_another_user_is_not_resumed_unasked(
     finished: RunFolder, processes: Processes, monkeypatch: Patch
 ) -> None:
     (finished.path / "graph.json").chmod(0o666)
-    assert finished.foreign() == ""  # since nobody else can enter the folder
+    assert finished.foreign() == ""  # # no other user can enter the folder
     finished.path.chmod(0o755)
     assert "every user may change" in finished.foreign()
     with monkeypatch.context() as patch:
@@ -319,7 +319,7 @@ def test_the_wall_time_is_that_of_all_lives(finished: RunFolder) -> None:
     for number, updates in enumerate((9, 12), 2):
         assert resume(finished, "--updates", updates) == 0
         assert summary_of(finished.path)["wall_s"] == pytest.approx(number * WALL_S)
-    (finished.path / "summary.json").unlink()  # as if the last life had been killed: the log has the seconds of all
+    (finished.path / "summary.json").unlink()  # # as if the last life was killed: the log has the seconds of all lives
     log = LogWriter(finished.events)
     for cut in (None, 9, 12):
         log.segment(cut, {})
@@ -340,7 +340,7 @@ def damaged_log(folder: RunFolder) -> None:
 
 
 def cut_log(folder: RunFolder) -> None:
-    """Intact frames, of which the last ones are missing: those that tell of the checkpoint."""
+    """Valid frames without the last ones, which record the checkpoint."""
     log = LogWriter(folder.events)
     log.segment(None, {})
     log.close()
@@ -470,7 +470,7 @@ sys.modules["torch"] = types.SimpleNamespace(cuda=sees_one)
 
 @pytest.fixture
 def stopped(processes: Processes, tmp_path: Path, monkeypatch: Patch) -> RunFolder:
-    """A run of the user's own program, given by relative paths, that was stopped; this is another folder now."""
+    """A stopped run of the user's own program, given by relative paths; the current folder is now another one."""
     home = tmp_path / "home"
     for name in ("m", "shelf", "e"):
         (home / name).mkdir(parents=True)
@@ -524,7 +524,7 @@ def test_a_run_goes_on_with_code_that_was_edited_and_says_so(stopped: RunFolder,
 def test_a_module_that_the_program_imports_and_no_node_names_is_watched_too(
     processes: Processes, tmp_path: Path, monkeypatch: Patch, capsys: Output
 ) -> None:
-    """As one of a package that is installed to be edited."""
+    """For example, in a package that is installed in editable mode."""
     home, lib = tmp_path / "home", tmp_path / "lib"
     (lib / "watched_package").mkdir(parents=True)
     home.mkdir()
@@ -568,7 +568,7 @@ def test_modules_that_load_or_raise_when_they_are_asked_are_not_asked(tmp_path: 
 def test_what_own_code_would_import_within_functions_is_own_code_and_is_not_imported(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """By absolute and relative statements, of files that name others; not what is installed, or is not there."""
+    """Follow absolute and relative imports from file to file; skip installed and missing modules."""
     monkeypatch.syspath_prepend(tmp_path)
     texts = {
         "late_rule.py": "def rule():\n    from late_package import inner\n    import json, torch.nn, not_there.at\n",
@@ -634,10 +634,10 @@ def test_a_child_looks_for_gpus_and_for_the_nodes_before_any_process_of_a_run_st
     (config,), file = processes.configs, stopped.path.parent / "needy.py"
     on_gpu = replace(config.flags, device="cuda", model="", data="", eval_data="")
     assert require_inputs(config.graphs, on_gpu) == ()
-    file.write_text(NEEDY + ONE_GPU)  # with the torch that the nodes bring
+    file.write_text(NEEDY + ONE_GPU)  # # a fake torch, imported with the nodes
     (gpu,) = require_inputs(config.graphs, on_gpu)
     assert (kind_of(gpu.name, gpu.memory_gib), round(gpu.memory_gib, 1), gpu.major) == ("H100", 79.1, 9)
-    # A rank of this machine has a GPU that is here; what another machine has, its own ranks say.
+    # A rank on this machine needs a GPU that is here. Ranks of another machine check their own GPUs.
     host = Cluster.local(1).hosts[0]
     here = Cluster(hosts=(host,))
     plan = RunConfig.make(config.graph, None, here, on_gpu).plan
@@ -656,7 +656,7 @@ def test_a_child_looks_for_gpus_and_for_the_nodes_before_any_process_of_a_run_st
 
 
 class Builder:
-    """Stands for the processes that train the base; counts how often it was asked."""
+    """Stands in for the processes that train the base model; counts its calls."""
 
     def __init__(self) -> None:
         self.status, self.calls, self.lines = DONE, 0, list[Line]()
@@ -733,7 +733,7 @@ def test_what_a_killed_builder_has_left_is_removed_by_the_next_one_and_by_who_fi
             assert builder.build() == place
             assert {name for name in cached(tmp_path) if not name.endswith(".lock")} == {place.name}
     left.mkdir(parents=True)
-    with (tmp_path / "base" / "x1.lock").open("w") as lock:  # as one that is building holds it
+    with (tmp_path / "base" / "x1.lock").open("w") as lock:  # # as a builder at work holds it
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert builder.build() == place
     assert left.is_dir()
@@ -746,7 +746,7 @@ def test_who_waits_for_another_builder_of_the_same_base_says_so(builder: Builder
     builder.lines.clear()
     builder.calls = 0
     waiting = Thread(target=builder.build)
-    with place.with_suffix(".lock").open("w") as lock:  # as one that is building holds it
+    with place.with_suffix(".lock").open("w") as lock:  # # as a builder at work holds it
         fcntl.flock(lock, fcntl.LOCK_EX)
         waiting.start()
         until = monotonic() + WALL_S
@@ -754,7 +754,7 @@ def test_who_waits_for_another_builder_of_the_same_base_says_so(builder: Builder
             assert monotonic() < until
             sleep(0.01)
         assert (builder.lines, builder.calls) == ([{"kind": "stage", "stage": "queue"}], 0)
-        other = builder.build("arithmetic:2")  # nobody builds this one
+        other = builder.build("arithmetic:2")  # # nobody is building this one
         assert (other.is_dir(), place.is_dir(), builder.calls) == (True, False, 1)
     waiting.join(WALL_S)
     assert (place.is_dir(), builder.calls) == (True, 2)
@@ -882,7 +882,7 @@ def hosts_of(config: RunConfig) -> dict[str, str]:
 
 @pytest.fixture
 def on_two(processes: Processes, tmp_path: Path, out: Path) -> RunFolder:
-    """A run on hosts a and b that was preempted."""
+    """A preempted run on hosts a and b."""
     processes.status, processes.last = PREEMPTED, lambda folder: saved_at(folder, 5)
     cluster = hosts_file(tmp_path / "two.toml", "a", "b", pools='generator = "b"')
     assert starting.run([*AUTO, "--updates", "9", "--cluster", str(cluster), "--out", str(out)]) == 75
@@ -906,7 +906,7 @@ def test_hosts_of_other_names_take_the_places_of_the_former_ones(
     assert hosts_of(second) == {"generator/0": "n8", "scorer/0": "n7", "trainer/0": "n7"}
     assert [r.ranks[0].threads for r in first.plan.replicas] == [r.ranks[0].threads for r in second.plan.replicas]
     assert "a new plan is made" not in capsys.readouterr().out
-    # The next resume needs no file again.
+    # The next resume does not need the file again.
     assert resume(on_two, "--updates", 99) == 0
     assert hosts_of(processes.configs[2]) == hosts_of(second)
 
@@ -953,6 +953,6 @@ def test_a_run_whose_agents_have_ended_says_how_it_goes_on(
     assert going_on(on_two) == needed.format(place)
     with pytest.raises(CommandError, match=re.escape(f"needed: {needed.format(place)}")):
         resume(on_two)
-    # Those of a file are known from then on.
+    # Hosts given by a file are stored, so that the next resume does not need the file.
     cluster = hosts_file(tmp_path / "others.toml", "n7", "n8")
     assert (resume(on_two, "--cluster", cluster), resume(on_two, "--updates", 99)) == (0, 0)

@@ -1,7 +1,7 @@
-"""`plan --out`, `run --plan` and `check --plan`, and runs on GPUs that nobody has planned, on the command line.
+"""`plan --out`, `run --plan` and `check --plan`, and unplanned runs on GPUs, on the command line.
 
-There is no GPU here. A plan is a value over hosts and devices, so that one whose devices are rewritten as CPUs runs
-here to its end (`on_cpus`); a host with an agent on another machine stands for one with GPUs.
+There is no GPU here. A plan is a value over hosts and devices: with its devices rewritten as CPUs (`on_cpus`), it runs
+here to its end. A host with an agent on another machine stands in for a host with GPUs.
 """
 
 import json
@@ -36,7 +36,7 @@ gpu = "{kind}"
 """
 FAR = 'agent = "external"\n'
 BIND = 'bind = "127.0.0.1:0"\n'
-# Cluster files without GPUs: their hosts.
+# Cluster files without GPUs, and their hosts.
 CPUS = {"cpu": "a", "cpus": "abc"}
 WORK = ("--samples", "4", "--max-tokens", "6")
 PLAN = ("--batch", "4", *WORK, "--slots", "8", "--lr", "1e-3", "--model", "m")
@@ -63,7 +63,7 @@ def small_model(folder: Path, heads: int, groups: int) -> None:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: Patch) -> Path:
-    """With the small model `m`, problems for it, and cluster files."""
+    """A folder with the small model `m`, problems for it, and cluster files."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     small_model(tmp_path / "m", heads=4, groups=2)
@@ -81,7 +81,7 @@ def home(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 
 def on_cpus(path: Path, into: Path) -> None:
-    """Write the plan with its GPUs rewritten as CPUs of the hosts of a file that is called like `into`."""
+    """Write the plan to `into` with its GPUs rewritten as CPUs; its cluster file is `into` with the suffix .toml."""
 
     def without(value: Any) -> Any:
         if isinstance(value, dict):
@@ -109,7 +109,7 @@ def codes(text: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_run_of_a_plan_is_exactly_that_plan_to_its_end_and_goes_on(say: Say, refuse: Refuse, home: Path) -> None:
-    """Of three hosts, with a trainer on two of them, each with an agent of its own on this machine."""
+    """The plan has three hosts, each an agent on this machine; the trainer spans two of them."""
     say("plan", "aipo", "--cluster", "hosts.toml", *PLAN, "--mesh", "trainer=fsdp4", "--out", "plan.json")
     on_cpus(home / "plan.json", home / "cpus.json")
     say("check", "aipo", "--plan", "cpus.json")
@@ -127,7 +127,7 @@ def test_a_run_of_a_plan_is_exactly_that_plan_to_its_end_and_goes_on(say: Say, r
     done = penstock("resume", "run", "--updates", "3", "--plain", timeout=240)
     assert done.returncode == 0, done.stderr
     assert RunConfig.load(RunFolder.open("run")).plan == config.plan
-    # Agents that enrol stand for its hosts in their order. With fewer it is refused before any is asked for.
+    # Agents that enrol take the places of its hosts in order. Too few agents are refused before any is asked for.
     words = ("aipo", "--plan", "cpus.json", "--updates", "1", "--eval-groups", "0", "--plain", "--on", "agents")
     status, told = refuse("run", *words, "--out", "on", "--agents", "2")
     assert (status, "given 2 agents, needed 3 for the hosts of --plan cpus.json" in told) == (2, True)
@@ -148,7 +148,7 @@ def test_a_run_of_a_plan_is_exactly_that_plan_to_its_end_and_goes_on(say: Say, r
         ("--batch 4 --max-tokens 6", []),
         ("--batch 8", ["plan-flag"]),
         ("--max-tokens 7 --batch 8", ["plan-flag", "plan-flag"]),
-        # Of what the program is given, only that counts which makes it another one to plan.
+        # An option of the program matters only if it changes what is planned.
         ("--lr 1e-2", []),
         ("--samples 2", ["plan-program"]),
         ("--lag 3 --samples 2", ["plan-program", "plan-program"]),
@@ -157,7 +157,7 @@ def test_a_run_of_a_plan_is_exactly_that_plan_to_its_end_and_goes_on(say: Say, r
         ("--cluster a100.toml", ["plan-gpus"]),
         ("--cluster cores.toml", ["plan-cores"]),
         ("--cluster card.toml", ["plan-devices"]),
-        # A kind of the file's own, whatever it is called, is another one if its memory is.
+        # A kind that the file defines differs, whatever its name, if its memory does.
         ("--cluster small.toml", ["plan-gpus"]),
     ],
 )
@@ -175,7 +175,7 @@ def test_check_says_whether_a_run_would_take_a_plan_and_how_flags_program_model_
 
 
 def test_a_plan_is_read_once(planned: Path, say: Say, home: Path) -> None:
-    """From a pipe, which gives its content to one reader."""
+    """A plan may come from a pipe, which can be read only once."""
     os.mkfifo(home / "pipe.json")
     writer = Thread(target=(home / "pipe.json").write_text, args=((home / "cpu.json").read_text(),), daemon=True)
     writer.start()
@@ -189,7 +189,7 @@ def test_a_run_refuses_what_check_does_and_leaves_no_folder(planned: Path, refus
         ("--slots 4", "plan-flag"),
         ("--samples 2", "plan-program"),
         ("--cluster a100.toml", "plan-gpus"),
-        ("", "no-device"),  # the host of the file is this one, which has no GPU
+        ("", "no-device"),  # # the file's host is this one, which has no GPU
     ):
         status, said = refuse("run", "aipo", "--plan", "plan.json", *words.split())
         assert (status > 0, codes(said)) == (True, [code])
@@ -197,7 +197,7 @@ def test_a_run_refuses_what_check_does_and_leaves_no_folder(planned: Path, refus
     assert codes(refuse("run", "aipo", "--plan", "cpu.toml")[1]) == ["plan-file"]
     assert codes(refuse("check", "ppo", "--plan", "cpu.json")[1] or "[plan-program]") == ["plan-program"]
     assert sorted(home.iterdir()) == before
-    # No run of this model has such responses, and neither has a plan.
+    # A run cannot have responses this long with this model, and neither can a plan.
     assert refuse("plan", "aipo", "--cluster", "gpus.toml", "--model", "m")[0] == 2
 
 
@@ -225,7 +225,7 @@ Started = Callable[..., tuple[RunConfig, list[str]]]
 
 @pytest.fixture
 def started(processes: Processes, capsys: pytest.CaptureFixture[str]) -> Started:
-    """The run of such a command as it starts, and the lines that were said before."""
+    """Start a run; return its config and the lines printed before training."""
 
     def start(words: str) -> tuple[RunConfig, list[str]]:
         from penstock.runtime.cli import starting
@@ -239,7 +239,7 @@ def started(processes: Processes, capsys: pytest.CaptureFixture[str]) -> Started
 
 
 def test_a_first_run_on_gpus_needs_no_flags_and_says_in_five_lines_what_it_chose(started: Started) -> None:
-    """Of a cluster file whose GPUs are elsewhere: this machine has none."""
+    """The cluster file names GPUs on another host, since this machine has none."""
     config, said = started("--cluster far.toml")
     assert len(said) == 5
     flags, plan = config.flags, config.plan
@@ -286,7 +286,7 @@ def test_flags_that_are_given_are_kept_and_the_rest_is_planned_around_them(start
     )
     flags, plan = config.flags, config.plan
     assert (flags.mesh, flags.generators, flags.slots) == (("trainer=fsdp2",), 2, 200)
-    # So many groups of one at once (of the evaluation), and two, although an update has four.
+    # Slots for 200 evaluation groups of one response each, and two groups ahead, although an update has only four.
     assert plan.replica("generator/0").capacity == 200 + 2
     assert (flags.micro_tokens, flags.recompute, flags.dtype) == (3000, "none", "float16")
     assert [len(replica.ranks) for replica in plan.replicas] == [2, 1, 1, 1]
@@ -299,7 +299,7 @@ def test_flags_that_are_given_are_kept_and_the_rest_is_planned_around_them(start
         ("--cluster cpu.toml", 0, "cpu"),
         ("--cluster far.toml --device cpu", 0, "cpu"),
         ("--cluster far.toml --plan none", 0, "cuda"),
-        # What no plan covers runs as its flags say, and that is said.
+        # A run that no plan covers uses its flags, and one line says so.
         ("--cluster far.toml --dtype float32", 1, "cuda"),
         ("--cluster kindless.toml", 1, "cuda"),
     ],
@@ -316,14 +316,14 @@ def test_the_gpus_of_this_machine_are_those_that_its_torch_sees(started: Started
     config, said = started("")
     assert len(said) == 5
     assert {device for pool in config.plan.pools for _, device in pool.places} == {"cuda:0", "cuda:1", "cpu"}
-    # A single one of them is all that the run has.
+    # With `--device cuda:1` the run has only this one.
     config, said = started("--device cuda:1")
     assert {device for pool in config.plan.pools for _, device in pool.places} == {"cuda:1", "cpu"}
     assert config.flags.device == "cuda:1"
 
 
 def test_bad_input_is_refused_by_its_code(refuse: Refuse, home: Path) -> None:
-    """On the command line, before anything is started or written."""
+    """Refusals on the command line, before anything is started or written."""
     apart = '[[hosts]]\nname = "a"\ncores = 2\n[[hosts]]\nname = "b"\ncores = 2\naddress = "10.0.0.2"\n'
     (home / "apart.toml").write_text(apart + '[pools]\ntrainer = ["a", "b"]\n')
     small = cluster(1, "TINY", far=True) + '[gpus.TINY]\nlike = "H100"\nmemory_gib = 2.5\n'

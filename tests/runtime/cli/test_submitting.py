@@ -1,6 +1,6 @@
-"""Runs that are handed to a cluster manager as a job: what it is given, and how the command ends.
+"""Runs that are submitted to a cluster manager as a job: what it receives, and how the command ends.
 
-What a JobSet has to be is in `tests/runtime/managers/test_kubernetes.py`."""
+`tests/runtime/managers/test_kubernetes.py` tests the JobSet itself."""
 
 import json
 import os
@@ -105,7 +105,7 @@ def test_the_job_has_the_words_of_the_run_and_none_of_the_jobs_own(say: Say, tmp
 
 
 def test_the_words_of_the_job_are_a_run_that_can_be(say: Say, capsys: Output) -> None:
-    """The very command of the controller's Pod, but for its address and its folder: it waits for its agents."""
+    """Run the controller Pod's command with a local address and folder: it waits for its agents."""
     words = command(read(say("run", "toy", "--updates", 3, *JOB, "--dry-run"))[1], "controller")
     for name, value in (("--out", "here"), ("--bind", "127.0.0.1:0"), ("--startup-deadline", "0.2")):
         words[words.index(name) + 1] = value

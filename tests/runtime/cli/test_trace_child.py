@@ -1,4 +1,4 @@
-"""What the child that imports a program finds: its graphs, its faults, what it lacks, and how it fails."""
+"""What the child that imports a program reports: graphs, faults, missing inputs, and its own failures."""
 
 import json
 import signal
@@ -173,7 +173,7 @@ def test_numbers_that_are_none_are_faults_and_their_graph_stays_in_the_child(fil
         ("rlhf --reward-model /nowhere", "/nowhere: given no such directory"),
         ("ppo --model /nowhere", "/nowhere: given no such directory"),
         ("reward_model --model /nowhere", "/nowhere: given no such directory"),
-        # Looked at once, and nothing is made; a source is not opened before.
+        # The maker is called once and creates nothing; the data source is not opened before this check.
         ("{file}:shelved --shelf none", "shelf: given 'none', needed one that is there: first"),
         ("{file}:closed", "data: given none, needed a file"),
     ],
@@ -217,7 +217,7 @@ def test_prompts_longer_than_the_context_are_told_with_their_lines_before_anythi
     ]
     (fault,) = faults("run", "aipo", *words, "--max-tokens", "14")
     assert fault["where"] == f"{tmp_path}/d.jsonl:9"
-    # A bound that is not the model's is told as what it is.
+    # If another bound than the model's context is exceeded, the fault names that bound.
     told = faults("run", "aipo", *words, "--max-prompt", "2000")
     assert [fault["given"] for fault in told] == [
         "a prompt of 2032 tokens",
@@ -225,7 +225,7 @@ def test_prompts_longer_than_the_context_are_told_with_their_lines_before_anythi
         told[2]["given"],
     ]
     assert {fault["needed"] for fault in told} == {"at most 2000 (--max-prompt)"}
-    # Of another source, the first prompts are looked at.
+    # Of a generated source, only the first prompts are checked.
     (fault,) = faults("run", "aipo", "--max-tokens", "25")
     assert (fault["given"], fault["where"]) == ("a prompt of 8 tokens", "group 0")
     assert faults("run", "aipo", "--max-tokens", "24") == []
@@ -233,7 +233,7 @@ def test_prompts_longer_than_the_context_are_told_with_their_lines_before_anythi
 
 @pytest.mark.parametrize("verb", ["run", "check"])
 def test_faults_of_rows_are_in_their_order(tmp_path: Path, verb: str) -> None:
-    # A tenth of the prompts is the evaluation's.
+    # A tenth of the prompts belongs to the evaluation, which is checked separately.
     rows = [{"question": "q" * (2100 + row), "answer": "#### 2"} for row in range(20)]
     (tmp_path / "d.json").write_text(json.dumps(rows))
     told = faults(verb, "aipo", "--data", str(tmp_path / "d.json"), "--model", "new")
@@ -279,7 +279,7 @@ def test_accuracy_is_measured_on_each_problem_once(
 
 
 def make_short_model(folder: Path) -> None:
-    """A model of arithmetic whose context has 24 tokens."""
+    """Save an arithmetic model whose context has 24 tokens."""
     config = replace(initial_model("")[0], max_position_embeddings=24)
     model = CausalLM(config, torch.float32, "cpu")
     model.init_weights(0)
@@ -359,7 +359,7 @@ def test_a_child_at_whose_start_an_interrupt_comes_ends_with_it(monkeypatch: pyt
 
 @program
 def taught(policy: Policy, teacher: Teacher, prompts: Prompts, *, teacher_model: str = "") -> dict[str, object]:
-    """The teacher writes, and the policy learns it."""
+    """The teacher generates, and the policy learns from it."""
     rollouts = generate(prompts, broadcast(teacher), samples=2)
     learnt = aipo_update(policy, rollouts, group_advantage(score(rollouts, by=math_answer)))
     return {"policy": learnt, "teacher": teacher}
@@ -373,7 +373,7 @@ def graph(of: str | Program[..., Any], **options: Any) -> Graph:
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Callable[..., str]:
-    """A directory of a model with three key-value heads."""
+    """Return a maker of directories of a model with three key-value heads."""
 
     def make(**facts: Any) -> str:
         shape = {"vocab_size": 258, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}

@@ -1,4 +1,4 @@
-"""Runs in trackers, through their real clients without a network; and clients that fail, hang and die."""
+"""Runs in trackers: the real clients without a network, and fake clients that fail, hang or die."""
 
 import json
 import os
@@ -34,7 +34,7 @@ Patch = pytest.MonkeyPatch
 ROOT = Path(__file__).parents[3]
 CUT = {"update": 3, "earlier": 0, "next": 0, "lost": [], "fates": {"consumed": 0}, "groups": []}
 SECRET = "0123456789abcdef" * 3
-# Seconds for a client to come up: MLflow makes a database, on a busy machine.
+# Seconds for a client to start: MLflow creates a database, and the machine may be busy.
 DEADLINE = 120.0
 
 
@@ -44,7 +44,7 @@ def row(update: int, loss: float) -> dict[str, Any]:
 
 
 class Life:
-    """A run folder that is written as a command and its controller write it, and its trackers."""
+    """A run folder, written as a command and its controller write it, and the run's trackers."""
 
     def __init__(self, path: Path, *names: str, **options: Any) -> None:
         graph = trace(toy, {})
@@ -57,7 +57,7 @@ class Life:
         self.trackers = TrackerProcesses()
 
     def change(self, **options: Any) -> None:
-        """Options that a resume changes."""
+        """Change options as a resume does."""
         self.config = replace(self.config, flags=replace(self.config.flags, **options))
         self.config.write(self.folder, {"program": "toy", "command": ["toy"]})
 
@@ -80,11 +80,11 @@ class Life:
         return found
 
     def told(self) -> list[str]:
-        """What was said, but for what a busy machine does: a client takes its time to come up."""
+        """Return the messages, except that a client is slow to start, which depends on the machine."""
         return [text for text in self.said if "has not come back" not in text]
 
     def heard(self, what: Callable[[], object]) -> None:
-        """Wait until something is so."""
+        """Wait until `what()` is true."""
         until = time.monotonic() + DEADLINE
         while not what():
             assert time.monotonic() < until
@@ -93,7 +93,7 @@ class Life:
 
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[Callable[..., Life]]:
-    """Makes runs, of whose trackers nothing is left after the test."""
+    """Return a maker of runs; their tracker processes are ended after the test."""
     lives: list[Life] = []
 
     def make(*names: str, **options: Any) -> Life:
@@ -109,7 +109,7 @@ def made(tmp_path: Path) -> Iterator[Callable[..., Life]]:
 
 @pytest.fixture(autouse=True)
 def environment(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Clients without a network, whose files are the test's, with a key that must not be found anywhere."""
+    """Clients have no network, write only to the test's folders, and hold a key that must not appear in any file."""
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.chdir(home)
@@ -124,8 +124,8 @@ def environment(tmp_path: Path, monkeypatch: Patch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-# What stores have, read back with the clients' own readers: (step, loss) of all rows in their order, the losses of
-# which steps, the config, the figures of the whole run, and the page that is the report.
+# What a tracker stored, read back with its client's own reader: (step, loss) of all rows in order, the config, the
+# summary figures, and the report page.
 Stored = tuple[list[tuple[int, float]], dict[str, Any], dict[str, float], str | None]
 
 
@@ -145,7 +145,7 @@ def in_tensorboard(life: Life) -> Stored:
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """The records of a .wandb file, which is a log of LevelDB: blocks of 32 KiB with a header before each part."""
+    """The records of a .wandb file: a LevelDB log of 32 KiB blocks, with a header before each fragment."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, part = path.read_bytes(), 7, b""
@@ -156,7 +156,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
         _, size, kind = struct.unpack("<IHB", data[at : at + 7])
         part += data[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # # a whole record, or its last fragment
             record = wandb_internal_pb2.Record()
             record.ParseFromString(part)
             part = b""
@@ -224,7 +224,7 @@ READ: dict[str, Callable[[Life], Stored]] = {
 FIGURES = {"accuracy_before": 0.25, "accuracy_after": 0.75}
 
 
-# The client of MLflow needs 20 s to be imported and to make its data base.
+# The MLflow client takes 20 s to import and to create its database.
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "mlflow")) for name in NAMES])
 def test_a_tracker_has_each_update_once_over_the_lives_of_a_run_and_leaves_nothing_else(
     name: str, made: Callable[..., Life], tmp_path: Path, monkeypatch: Patch
@@ -245,7 +245,7 @@ def test_a_tracker_has_each_update_once_over_the_lives_of_a_run_and_leaves_nothi
     assert report in (None, "<html>5</html>")
     first = kept(life, name)
 
-    # A life that begins at the checkpoint before update 3: its rows 3 and 4 come again, and are others.
+    # A life that resumes from the checkpoint before update 3: rows 3 and 4 come again with other values.
     complete_checkpoint(life.folder, begin_checkpoint(life.folder, "r", 3), CUT, {})
     life.change(keep=7)
     life.start()
@@ -260,7 +260,7 @@ def test_a_tracker_has_each_update_once_over_the_lives_of_a_run_and_leaves_nothi
     assert (kept(life, name), figures) == (first, FIGURES)
     assert [note.partition(" ")[0] for note in life.told()] == [f"{name}:"] * (name != "tensorboard")
 
-    # What was kept for it is damaged: its client knows what it has, or does not.
+    # The file with the tracker's state is damaged: some clients know by themselves what they have, others do not.
     complete_checkpoint(life.folder, begin_checkpoint(life.folder, "r", 8), CUT, {})
     (life.folder.path / "trackers" / f"{name}.json").write_bytes(b"")
     life.start()
@@ -275,7 +275,7 @@ def test_a_tracker_has_each_update_once_over_the_lives_of_a_run_and_leaves_nothi
     assert list(tmp_path.glob("temporary/penstock-*")) == []
 
 
-# A client that is none: what a test writes into its `log` is what happens to the tracker's process.
+# A fake client: a test puts the body of its `log` in, to choose what happens to the tracker's process.
 CLIENT = """
 import os, signal, time
 from pathlib import Path
@@ -305,7 +305,7 @@ def init(**given):
 
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: Patch) -> Callable[[str], Path]:
-    """Puts a client of that name before the real one; returns the file with the steps that it has taken."""
+    """Return a function that puts this fake before the real client, and returns the file of the steps it received."""
 
     def put(log: str) -> Path:
         (tmp_path / "wandb.py").write_text(CLIENT.format(log=log, secret=SECRET))
@@ -332,7 +332,7 @@ def test_a_client_is_given_again_what_it_failed_to_take_alone(made: Callable[...
     assert (found["updates"], found["complete"]) == (4, True)
     (said,) = life.said
     assert said.startswith("wandb: ConnectionError: ")
-    # Neither what is raised nor what is printed brings a secret into the run folder.
+    # Neither what is raised nor what is printed puts a secret into the run folder.
     files = [path for path in life.folder.path.rglob("*") if path.is_file()]
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
     assert SECRET not in json.dumps(found) + said
@@ -373,7 +373,7 @@ def test_a_client_that_does_not_come_back_is_told_of_while_the_run_goes_on(
     monkeypatch.setattr(track_run, "LOOK_S", 0.01)
     follower = track_run.Follower("wandb", life.folder, 0, told.append)
     follower.busy_since = time.monotonic()
-    track_run.tell_slowness(follower)  # returns once it has told
+    track_run.tell_slowness(follower)  # # returns after its first report
     assert [list(line) for line in told] == [["failed"]]
 
 
@@ -385,7 +385,7 @@ def test_a_tracker_ends_with_a_command_that_is_killed(made: Callable[..., Life],
     life.heard(logged.exists)
     (tracker,) = life.trackers.trackers
     assert tracker.process.stdin is not None
-    tracker.process.stdin.close()  # as the kernel does
+    tracker.process.stdin.close()  # # as the kernel does when the command is killed
     assert tracker.process.wait(DEADLINE) in (0, 1)
 
 
@@ -405,14 +405,14 @@ def test_rows_are_read_once_and_anew_from_another_file(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b'{"update": 0}\n')
     (tmp_path / "other").replace(path)
     assert read() == [0]
-    path.write_bytes(b'{"update": 0}\n')  # the same file, from its beginning
+    path.write_bytes(b'{"update": 0}\n')  # # the same file, rewritten from its start
     reader.restart()
     assert read() == [0]
 
 
 def test_secrets_are_taken_out_of_texts(monkeypatch: Patch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "a-long-secret")
-    monkeypatch.setenv("KEYBOARD_LAYOUT", "de")  # too short to be one
+    monkeypatch.setenv("KEYBOARD_LAYOUT", "de")  # # too short to be a secret
     assert (
         without_secrets("de: http://u:p@h/a-long-secret?write_token=abc&x=1")
         == "de: http://***@h/***?write_token=***&x=1"
@@ -420,7 +420,7 @@ def test_secrets_are_taken_out_of_texts(monkeypatch: Patch) -> None:
     assert without_secrets("sqlite:////tmp/mlflow.db") == "sqlite:////tmp/mlflow.db"
 
 
-# The command with more time for trackers at its end: they give way to all that runs beside a test.
+# The command with more time for trackers at its end, since other tests may slow them down.
 PATIENT = """
 import sys
 from penstock.runtime.cli import launching, main
@@ -459,7 +459,7 @@ def test_a_run_from_the_command_line_is_in_all_trackers_that_are_installed(tmp_p
     assert penstock("resume", str(out), "--updates", str(done + 5)).wait(3 * DEADLINE) == 0
     tracked = {name: (one["updates"], one["complete"]) for name, one in summary()["tracked"].items()}
     assert tracked == dict.fromkeys(names, (done + 5, True))
-    # On a busy machine a client may come back late, and nothing else may be told.
+    # On a busy machine a client may be slow; no other warning is allowed.
     late = f"its client has not come back for {track_run.SLOW_S:.0f} s"
     assert {(name, one["warning"]) for name, one in summary()["tracked"].items()} <= {
         (name, told) for name in names for told in ("", f"{name}: {late}")

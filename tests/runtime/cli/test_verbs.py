@@ -1,4 +1,4 @@
-"""The verbs that start nothing: show, check, and simulate with given seconds."""
+"""The verbs that start no run: show, check, and simulate with given durations."""
 
 import json
 import re
@@ -146,7 +146,7 @@ def test_the_bound_is_told_as_a_share_of_the_period(say: Say, facts: Facts) -> N
 def test_a_simulation_at_lag_0_takes_as_long_as_the_loop(facts: Facts) -> None:
     words = "--lag 0 --batch 4 --updates 8 --generate-ms 50 --score-ms 5 --update-ms 50 --sync-ms 10"
     found = facts("simulate", "toy", *words.split())
-    # All groups are generated at once, scored one after the other, learnt from, and the weights published.
+    # All groups are generated at once and scored one by one; then come the update and the publication.
     assert found["period_s"] == pytest.approx(0.050 + 4 * 0.005 + 0.050 + 0.010)
     assert found["bound_s"] <= found["period_s"]
     assert found["bound_s"] == pytest.approx(found["period_s"])

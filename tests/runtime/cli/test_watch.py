@@ -1,4 +1,4 @@
-"""A run looked at while it goes on: who may, what the stream says, that a page changes in place, and the terminal."""
+"""Watching a run in progress: access control, the event stream, the page that updates in place, and the terminal."""
 
 import shutil
 import signal
@@ -42,12 +42,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(finished: Path, tmp_path: Path) -> RunFolder:
-    """A copy that may be changed."""
+    """A copy that tests may change."""
     return RunFolder(Path(shutil.copytree(finished, tmp_path / "run")))
 
 
 class Watching:
-    """`penstock watch`, and how to ask it."""
+    """A `penstock watch` process, and requests to it."""
 
     def __init__(self, path: Path, *words: str) -> None:
         command = [*PENSTOCK, "watch", str(path), *words]
@@ -146,7 +146,7 @@ def test_a_port_in_use_is_told(watching: Watching, finished: Path, refuse: Refus
 
 
 def test_ctrl_c_ends_it_without_a_word_even_while_somebody_reads(folder: RunFolder) -> None:
-    folder.lock()  # a run is alive there, so that the stream has no end
+    folder.lock()  # # a running run, so that the stream does not end
     with Watching(folder.path) as found:
         where = found.bare.join("events")
         with httpx.stream("GET", where, params=dict(found.url.params), timeout=PATIENCE_S) as answer:
@@ -169,7 +169,7 @@ def test_what_a_run_that_goes_on_has_not_written_yet_is_no_fault(folder: RunFold
 
 def test_the_accuracy_before_training_is_known_as_soon_as_training_begins(folder: RunFolder, capsys: Output) -> None:
     (folder.path / "summary.json").unlink()
-    folder.lock()  # a run is alive there
+    folder.lock()  # # a running run
     facts = read_facts(folder, alive=True)
     assert facts.accuracy == {"before": ACCURACY}
     shown = page(make_report(facts, lambda: True))
@@ -219,17 +219,17 @@ def held(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1):
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Path]:
-    """A run that waits at its half for the file `go` beside its folder, however long a browser takes to start."""
+    """A run that waits halfway for the file `go` beside its folder, however slowly a browser starts."""
     (tmp_path / "held.py").write_text(HELD)
     command = [*PENSTOCK, "run", "held.py:held", "--updates", str(UPDATES), "--batch", "8", "--out", "run", "--plain"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         assert process.stdout is not None
-        process.stdout.readline()  # its folder is there
+        process.stdout.readline()  # # its folder exists now
         threading.Thread(target=process.stdout.read, daemon=True).start()
         try:
             yield tmp_path / "run"
         finally:
-            process.send_signal(signal.SIGINT)  # nothing for one that has ended
+            process.send_signal(signal.SIGINT)  # # no effect if it has ended
             process.wait(PATIENCE_S)
 
 
@@ -242,7 +242,7 @@ VIEW = """(() => {
 
 
 def until_shown(page: "Page", updates: int) -> None:
-    """Until the schedule has so many updates; asked from outside, since the page lets no string be run in it."""
+    """Wait until the schedule has this many updates; polled from here, since the page forbids evaluating strings."""
     until, shown = monotonic() + PATIENCE_S, "document.querySelector('.schedule')?.view?.data.ends.length ?? 0"
     while page.evaluate(shown) < updates:
         assert monotonic() < until, f"{updates} updates were not shown within {PATIENCE_S:.0f} s"
@@ -264,7 +264,7 @@ def test_the_page_changes_in_place_while_the_run_goes_on(running: Path) -> None:
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.goto(str(found.url))
-        page.wait_for_selector("html[data-page]")  # from now on it follows the run
+        page.wait_for_selector("html[data-page]")  # # from now on it follows the run
         until_shown(page, 3)
         page.click("button[data-do=in]")
         page.evaluate("document.querySelector('#graph details').open = false")
