@@ -1,5 +1,5 @@
-"""What holds for all tests: nothing of Hypothesis goes by the clock, for a shared machine is slow at any moment; with
-several workers, what takes longest begins first; without a GPU, Triton's kernels run in its interpreter.
+"""Settings of all tests: Hypothesis has no deadline, since a shared machine may be slow at any moment; with several
+workers, the longest tests begin first; without a GPU, Triton's kernels run in its interpreter.
 """
 
 import gc
@@ -16,16 +16,16 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
 
-# Before anything imports Triton, as torch does now and then. To ask CUDA would spoil the processes that are forked.
+# Set before anything imports Triton, as torch sometimes does. Asking CUDA itself would break it in forked processes.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# What is imported for all tests stays: to look for garbage among it takes a quarter of the time of their collection.
+# Imported modules stay: searching them for garbage would take a quarter of the time in which tests are collected.
 gc.disable()
 
-# Of tests that are marked slow each goes to any worker by itself, but for those that share what takes long to make, and
-# those that wait for deadlines, which would leave the cores idle side by side: by the names of their files, or by their
-# own, which go before; "" is for itself.
+# Any worker takes a slow test, but one worker takes all tests of a group: those that share something that takes long to
+# make, and those that wait for deadlines, which would leave the cores idle if they ran at the same time. The keys are
+# names of tests, which win, or of files; "" is no group.
 SHARING = {
     "test_ray": "a Ray cluster",
     "test_slurm": "a Slurm cluster",
@@ -40,7 +40,7 @@ SHARING = {
     "test_a_generator_that_dies_within_a_swap_is_named_and_the_run_goes_on_from_its_checkpoint": "",
     "test_what_vllm_cannot_do_is_refused_before_a_run": "",
 }
-# Files and tests that would be waited for at the end if they began there, the longest first.
+# Files and tests that begin first, the longest first. If they began last, all other workers would wait for them.
 LONGEST = (
     "test_ray",
     "test_vllm",
@@ -62,20 +62,20 @@ LONGEST = (
 
 
 def names(nodeid: str) -> tuple[str, str]:
-    """Of a test its own name and that of its file."""
+    """Return the name of a test and that of its file."""
     path, _, name = nodeid.partition("::")
     return name.partition("[")[0], Path(path).stem
 
 
 def group(nodeid: str) -> str:
-    """Of the tests that one worker takes."""
+    """Return the group of a test: one worker takes all tests of a group."""
     found = [SHARING[name] for name in names(nodeid) if name in SHARING]
     return (found and found[0]) or nodeid
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What `--dist loadgroup` is here: xdist's own one does not know pytest 9's names of tests."""
+    """Replace the scheduler of `--dist loadgroup`: xdist's own does not know pytest 9's names of tests."""
     if config.getoption("dist") != "loadgroup":
         return None
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
@@ -92,21 +92,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Tests are as long as they are, whatever else there is: garbage is looked for in what they make alone."""
+    """Search for garbage only among what tests make, so that imported modules do not slow them down."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # some libraries complain of what is still there at the end
+    gc.unfreeze()  # some libraries warn of objects that are still there at exit
 
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What tests, libraries and their processes put into the machine's folder of temporary files is in pytest's, which
-    removes it: many of them are killed, and remove nothing."""
-    folder = tmp_path_factory.getbasetemp() / "t"  # short, since the paths of Unix sockets are
+    """Put the temporary files of tests, libraries and their processes into pytest's folder, which pytest removes: many
+    of these processes are killed, and remove nothing."""
+    folder = tmp_path_factory.getbasetemp() / "t"  # short: the path of a Unix socket has a limit
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
@@ -116,8 +116,8 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def signals_that_work() -> None:
-    """Tests send them. What runs tests in the background, such as nohup or a script's `&`, has some ignored, which all
-    processes inherit."""
+    """Restore the handlers of signals that tests send. `nohup` or a script's `&` starts processes that ignore some of
+    them, and all child processes inherit that."""
     for number, act in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, act)

@@ -1,4 +1,4 @@
-"""Programs with faults, in files of their own; a comment above a line has what is told of it: `# CODE: words`."""
+"""Programs with faults, in files of their own. A comment above a line has the fault expected there: `# CODE: words`."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ Told = list[tuple[int, str, str]]
 
 
 def marked(file: Path) -> dict[str, Told]:
-    """The (line, code, words) of the faults that are expected, by program, in the order of the lines."""
+    """Return the expected faults of each program as (line, code, words), in the order of the lines."""
     text = file.read_text()
     marks: Told = []
     above: list[tuple[str, str]] = []
@@ -33,7 +33,7 @@ def marked(file: Path) -> dict[str, Told]:
 
 
 def faults_of(make: Callable[[], Any], **settings: Any) -> list[Fault]:
-    """What is told of a graph while it is made, or by `check`."""
+    """Return the faults that are found while a graph is made, or else by `check`."""
     try:
         return check(make(), **settings)
     except GraphError as error:
@@ -41,7 +41,7 @@ def faults_of(make: Callable[[], Any], **settings: Any) -> list[Fault]:
 
 
 def assert_told(file: Path, name: str, expected: Told, **options: Any) -> None:
-    """A program's faults are those that are expected, in their order, each with all its words (given … needed)."""
+    """Assert that a program has the expected faults, in their order, each with all its words (given … needed)."""
     program = load(f"{file}:{name}")
     faults = faults_of(lambda: trace(program, options), batch=4)
     lines = [(int(fault.where.removeprefix(f"{file}:")), fault.code) for fault in faults]

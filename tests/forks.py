@@ -1,4 +1,4 @@
-"""Other processes of a test, forked from one that has imported what they call: they start in milliseconds, not seconds.
+"""Child processes of tests, forked from one that has imported what they call: they start in milliseconds, not seconds.
 
 peer = Forked("tests.runtime.tensor.peer:main", "source", str(path))      # like a Popen with pipes
 """
@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 @cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    # What each process would import by itself: what they call, and what that imports when it is called.
+    # Else each process would import these by itself: the modules that it calls, and those that a call imports.
     cases = [f"tests.nodes.{path.stem}" for path in sorted((HERE / "nodes").glob("*_cases.py"))]
     later = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
     context.set_forkserver_preload([*later, *cases, "tests.nodes.ranked", "tests.runtime.tensor.peer"])
@@ -32,9 +32,9 @@ def _context() -> ForkServerContext:
 
 
 class Forked:
-    """A process that calls a function, `module:name`, with words; its input and output are pipes, or a `log`.
+    """A process that calls a function, `module:name`, with words. Its input is a pipe; its output, too, or a `log`.
 
-    Its status is 0 if the function returns, else 1, after a traceback. It ends at the latest with this process.
+    Its exit status is 0 if the function returns, else 1, after a traceback. It ends at the latest with this process.
     """
 
     def __init__(self, function: str, *words: str, log: Path | None = None) -> None:
@@ -53,23 +53,23 @@ class Forked:
         self._ended = os.pidfd_open(self.pid)
 
     def poll(self) -> int | None:
-        """Its exit status, or minus the signal that ended it; None while it runs."""
+        """Return its exit status, or minus the signal that ended it; None while it runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float) -> int:
-        """Raises TimeoutError if it still runs after so many seconds."""
+        """Wait for its exit status. Raises TimeoutError if it still runs after `timeout` seconds."""
         self._process.join(timeout)
         if (status := self.poll()) is None:
             raise TimeoutError(f"process {self.pid} still runs after {timeout:g} s")
         return status
 
     def kill(self, signalled: int = signal.SIGKILL) -> None:
-        """Nothing happens to a process that has ended, or to another one with its number."""
+        """Send it a signal, unless it has ended; never to another process that got its pid."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._ended, signalled)
 
     def halt(self) -> None:
-        """Stop it, and wait until it stands: on another core, it may answer once more until then."""
+        """Stop it, and wait until all its threads have stopped: until then it may answer once more."""
         self.kill(signal.SIGSTOP)
         until_it_stands(self.pid)
 
@@ -77,14 +77,14 @@ class Forked:
         self.kill()
         self.wait(60)
         for pipe in (self.stdin, self.stdout):
-            with suppress(BrokenPipeError):  # of words that it had not read
+            with suppress(BrokenPipeError):  # it had not read all that was written
                 pipe.close()
         os.close(self._ended)
 
 
 def _be(function: str, words: tuple[str, ...], source: Connection, sink: Connection, logged: bool) -> None:
     status = 1
-    gc.freeze()  # or each process would look through, and so copy, all that it has from the one it is forked from
+    gc.freeze()  # else a collection would touch, and so copy, all memory that is shared with the parent
     os.dup2(source.fileno(), 0)
     os.dup2(sink.fileno(), 1)
     if logged:
@@ -92,7 +92,7 @@ def _be(function: str, words: tuple[str, ...], source: Connection, sink: Connect
     source.close()
     sink.close()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    # multiprocessing gives a process no input.
+    # multiprocessing makes /dev/null the input of a process.
     sys.stdin = os.fdopen(0, closefd=False)
     try:
         importlib.import_module("torch").set_num_threads(1)
@@ -104,4 +104,4 @@ def _be(function: str, words: tuple[str, ...], source: Connection, sink: Connect
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # threads of a process group may outlive an orderly end
+        os._exit(status)  # an orderly exit may wait for threads of a process group

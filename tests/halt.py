@@ -1,4 +1,4 @@
-"""Processes that stand still, as a test instrument."""
+"""Stop processes, for tests of what others do meanwhile."""
 
 import os
 import signal
@@ -11,20 +11,20 @@ LOOK_S = 0.005
 
 
 def halt(child: "subprocess.Popen[Any]") -> None:
-    """Stop a child of this process, and wait until it stands: on another core, it may answer once more until then."""
+    """Stop a child of this process, and wait until it has stopped: until then, it may answer once more."""
     child.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
 
 
 def until_it_stands(pid: int) -> None:
-    """Of a process that was stopped, no child of this one perhaps: all of its threads stand."""
+    """Wait until all threads of a process have stopped. It need not be a child of this one."""
     while any(_state(stat) not in "TZX" for stat in Path(f"/proc/{pid}/task").glob("*/stat")):
         sleep(LOOK_S)
 
 
 def _state(stat: Path) -> str:
-    """By the letter that the kernel has for it; X for a thread that has gone."""
+    """Return the kernel's letter for a thread's state; X for a thread that is gone."""
     try:
-        return stat.read_text().rpartition(")")[2].split()[0]  # behind its name, which may have blanks and brackets
+        return stat.read_text().rpartition(")")[2].split()[0]  # after its name, which may contain blanks and brackets
     except (FileNotFoundError, ProcessLookupError):
         return "X"

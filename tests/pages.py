@@ -1,4 +1,4 @@
-"""What the pages show, as a user has it: the examples and README.md's files in one folder, their programs run."""
+"""The pages' examples and README.md's files, written into one folder as a user has them, and runs of their programs."""
 
 import importlib
 import re
@@ -26,11 +26,11 @@ ROOT = Path(__file__).resolve().parent.parent
 UPDATES = 2
 SMALL = RunOptions(updates=UPDATES, batch=2, max_tokens=4, eval_groups=4, slots=8, deadline=60.0)
 HOME = "/home/me"
-"""Where the pages say that their files are."""
+"""The folder of these files, as the pages show it."""
 
 
 def files() -> dict[str, str]:
-    """The examples of docs/examples, and README.md's Python blocks that begin with a file's name; by name."""
+    """Return, by name, the files of docs/examples and README.md's Python blocks that begin with a file's name."""
     blocks = re.findall(r"(?ms)^```python\n(# (\w+\.py)\n.*?)^```$", (ROOT / "README.md").read_text())
     shown = {name: text for text, name in blocks}
     examples = {path.name: path.read_text() for path in sorted((ROOT / "docs" / "examples").glob("*.py"))}
@@ -39,12 +39,12 @@ def files() -> dict[str, str]:
 
 
 def consoles(page: Path) -> dict[str, str]:
-    """What the page shows of each command, by the command."""
+    """Return the output that a page shows of each command, by command."""
     return dict(re.findall(r"(?ms)^```console\n\$ ([^\n]*)\n(.*?)\n```$", page.read_text()))
 
 
 def commands(verb: str) -> set[str]:
-    """The programs whose output of `penstock VERB` is written into a page when the site is built."""
+    """Return the programs whose output of `penstock VERB` is written into a page when the site is built."""
     pages = (page.read_text() for page in sorted((ROOT / "docs").rglob("*.md")))
     return {name for page in pages for name in re.findall(rf"(?m)^<!-- write {verb} (\S+\.py:\S+)", page)}
 
@@ -57,7 +57,7 @@ class Folder:
     programs: dict[str, Program[..., Any]] = field(default_factory=dict)
 
     def faults(self, path: str) -> list[Fault]:
-        """What `penstock check PATH` finds."""
+        """Return what `penstock check PATH` finds."""
         found = load(path)
         assert isinstance(found, Program)
         try:
@@ -68,7 +68,7 @@ class Folder:
 
 @contextmanager
 def written(path: Path) -> Iterator[Folder]:
-    """The files in the folder `path`, which is the current one, with one thread for torch."""
+    """Write the files into the folder `path`, make it the current one, and give torch one thread."""
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
@@ -91,7 +91,7 @@ def written(path: Path) -> Iterator[Folder]:
 
 
 def run_tests(name: str) -> int:
-    """Call the test functions of one of the files that were written; their number."""
+    """Call the test functions of one of the written files, and return their number."""
     module = importlib.import_module(name.removesuffix(".py"))
     tests = [function for key, function in vars(module).items() if key.startswith("test_")]
     for test in tests:
@@ -100,7 +100,7 @@ def run_tests(name: str) -> int:
 
 
 def run(program: Program[..., Any], path: Path, flags: RunOptions = SMALL, **options: Any) -> dict[str, Any]:
-    """A run in this process; its last line, which is the summary."""
+    """Run a program in this process, and return the run's last line, which is the summary."""
     graph = trace(program, options)
     evaluation = trace_evaluation(program, graph, EVALUATION) if program.evaluation and flags.eval_groups else None
     cluster = Cluster(hosts=(Host(name="local", cores=1),))

@@ -1,4 +1,4 @@
-"""Programs of fake nodes, one for each construct of the language, as a user's file would hold them."""
+"""Programs of fake nodes, one for each construct of the language, in a file as a user would write it."""
 
 import time
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from penstock.nodes.generate import converse
 
 
 def odd_sum(rollouts: Rollouts, rewards: Rewards, *, keep_all: bool = False, nothing: bool = False) -> bool:
-    """Half of the groups, by what they hold."""
+    """True for groups whose tokens have an odd sum, about half of them."""
     return not nothing and (keep_all or int(rollouts.tokens_NS.sum()) % 2 == 1)
 
 
@@ -131,14 +131,14 @@ def moved(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> FakePoli
 
 @carried
 class Seen:
-    """What has been seen: for each update the sum of its rewards."""
+    """The sum of the rewards of each update so far."""
 
     sums: tuple[float, ...] = ()
 
 
 @node(pool="scorer")
 def choose(prompts: Prompts, seen: Seen) -> tuple[Prompts, Metrics]:
-    """The prompt's text says how many updates the choice knew of, and what it made of them."""
+    """Write into the prompt's text how many updates the choice knew of, and the sum of their rewards."""
     known = len(seen.sums)
     text = f"{prompts.texts[0]} after {known}: {sum(seen.sums):.6f}"
     return Prompts(prompts.ordinals, (text,), prompts.answers), {"known_min": float(known), "known_max": float(known)}
@@ -151,7 +151,7 @@ def remember(seen: Seen, rewards: Rewards) -> Seen:
 
 @node(pool="generator")
 def read_aloud(prompts: Prompts) -> Prompts:
-    """The ordinal is what the fake generator goes by: another text must make another response."""
+    """Compute the ordinal from the text, too: the fake generator reads only the ordinal."""
     number = sum(map(ord, prompts.texts[0])) * 1000 + prompts.ordinals[0]
     return Prompts((number,), prompts.texts, prompts.answers)
 
@@ -197,7 +197,7 @@ def speak(
 
 @node(pool="environment")
 def reply(talk: Talk, *, stubborn: int = 2, raise_at: int = -1) -> Answer:
-    """Group g is content after g % (stubborn + 1) further turns."""
+    """Be done with group g after g % (stubborn + 1) further turns."""
     if talk.ordinal == raise_at and len(talk.words) == 3:
         raise RuntimeError("the environment broke")
     said = (len(talk.words) + 1) // 2
@@ -261,7 +261,7 @@ def endless(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
 
 
 class Summing(FakePolicy):
-    """One that adds up what parts of a batch give, until its next value is made of the sum."""
+    """A policy that adds up the results of a batch's parts, and makes its next value from the sum."""
 
     maker: ClassVar[str] = f"{__file__}:make_summing"
 
@@ -501,7 +501,7 @@ def mute(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
 
 @dataclass
 class Buffer:
-    """What a node has returned, and goes on writing into."""
+    """An array that a node has returned and goes on writing to."""
 
     values_N: Tensor
 
@@ -512,7 +512,7 @@ def make_buffer(context: Context, **options: Any) -> Buffer:
 
 @node(pool="scorer", init=make_buffer)
 def buffered(buffer: Buffer, rewards: Rewards, *, write: bool = True) -> tuple[Buffer, Rewards]:
-    """The rewards, in the one array that the node returns each time."""
+    """Return the rewards in one array, the same at each call."""
     if not write:
         return buffer, Rewards(rewards.values_N.clone())
     buffer.values_N.copy_(rewards.values_N)
@@ -532,7 +532,7 @@ def overwrite(rollouts: Rollouts, rewards: Rewards) -> None:
 
 @node(pool="generator")
 def look_at(rollouts: Rollouts, rewards: Rewards, *, write: bool = True) -> Rewards:
-    """Where the rollouts are made."""
+    """Read the inputs in the pool that made the rollouts, and overwrite them."""
     found = Rewards(rewards.values_N + (rollouts.tokens_NS.sum(1) + len(rollouts.transcripts[0])) % 7)
     if write:
         overwrite(rollouts, rewards)
@@ -555,7 +555,7 @@ def look_at_all(rollouts: Rollouts, rewards: Rewards, *, write: bool = True) -> 
 
 @node(pool="trainer", clock="update")
 def halve(rewards: Rewards, *, write: bool = True) -> Rewards:
-    """Of a value that is made per update, in its own array or in another."""
+    """Halve a value that is made per update, in its own array or in a new one."""
     return Rewards(rewards.values_N.mul_(0.5) if write else rewards.values_N * 0.5)
 
 
@@ -580,7 +580,7 @@ def added(rewards: Rewards, looked: Rewards, both: Rewards) -> Rewards:
 
 @node(pool="scorer")
 def first_rows(rollouts: Rollouts) -> tuple[Rollouts, Metrics]:
-    """None to three rows of a group."""
+    """Keep the first rows of a group, none to three."""
     kept = rollouts.take(range(rollouts.ordinals[0] % 4))
     tokens = kept.tokens_NS.sum(1).tolist()
     return kept, {"sums": Mean.of(tokens), "groups_seen": 1.0, "none": Mean.of([])}
@@ -593,7 +593,7 @@ def score_each(rollouts: Rollouts) -> Rewards:
 
 @node(pool="trainer", clock="update")
 def whole(rollouts: Rollouts, rewards: Rewards) -> Metrics:
-    """The same means, of the batch."""
+    """Compute the same means over the whole batch."""
     sums = rollouts.tokens_NS.sum(1).tolist()
     return {"batch_reward": Mean.of(rewards.values_N.tolist()), "batch_sums": sum(sums) / len(sums)}
 
@@ -611,7 +611,7 @@ def uneven(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> FakePol
 
 @node(pool="scorer")
 def empty_mean(rollouts: Rollouts) -> tuple[Rewards, Metrics]:
-    """Means of nothing."""
+    """Report a mean of nothing, and an infinite maximum."""
     return fake_score.fn(rollouts), {"reward_mean": float("nan"), "worst_max": float("inf")}
 
 
@@ -650,12 +650,12 @@ def takes_a_column(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
 
 @node(pool="scorer")
 def over_zero(rollouts: Rollouts, rewards: Rewards, *, by_token: bool = False, wide: bool = False) -> Advantages:
-    """NaN for the third row of each second group."""
+    """Return NaN for the third row of every second group."""
     values_N = rewards.values_N.clone()
     values_N[2] = torch.nan if rollouts.ordinals[0] % 2 else 0.0
     if not by_token:
         return Advantages(values_N)
-    # Where nobody has sampled it is no fault.
+    # NaN where no token was sampled is no fault.
     values_NT = torch.where(rollouts.sampled_NT, values_N[:, None], torch.nan)
     return TokenAdvantages(values_NT.repeat(1, 2) if wide else values_NT)
 
@@ -676,7 +676,7 @@ def divides_by_zero(
 
 @node(pool="scorer")
 def breaks(rewards: Rewards, *, every: int = 1) -> Rewards:
-    """Breaks at each `every`th call of its process."""
+    """Raise at every `every`-th call in its process."""
     global calls
     calls += 1
     if calls % every == 0:
@@ -698,7 +698,7 @@ def breaking(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1, every: i
 
 @dataclass
 class Noise:
-    """How many groups it has seen, and what it has added up to; the key makes it repeatable."""
+    """The number of groups so far, and the sum of their noise; `seed` makes it repeatable."""
 
     seed: int
     groups: int
@@ -764,7 +764,7 @@ def named_twice(proposer: FakePolicy, solver: FakePolicy, prompts: FakePrompts) 
 
 @carried
 class Baseline:
-    """A mean, how many rows it is of, and how it went."""
+    """A mean, the number of its rows, and all means so far."""
 
     mean: float = 0
     rows: int = 0
@@ -787,7 +787,7 @@ def follow_rewards(baseline: Baseline, rewards: Rewards, *, tensor: bool = False
 
 @node(pool="scorer")
 def less_mean(rewards: Rewards, baseline: Weights) -> tuple[Rewards, Metrics]:
-    """What another pool sees of plain values: their numbers."""
+    """Read plain values in another pool, which receives their numbers."""
     mean, rows = (baseline.tensors[name] for name in ("mean", "rows"))
     return rewards - float(mean), {"sent_mean": float(mean), "sent_rows": float(rows)}
 
@@ -809,7 +809,7 @@ def plainly(
 
 @node(pool="generator")
 def held_sum(prompts: Prompts, weights: Weights) -> Rewards:
-    """The sum of the weights that it is given, whatever the prompt."""
+    """Return the sum of the given weights, for any prompt."""
     return Rewards(weights.tensors["values"].sum().reshape(1))
 
 

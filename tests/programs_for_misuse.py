@@ -71,7 +71,7 @@ def opinions(rollouts: Rollouts, *, samples: int) -> Rewards:
 
 @program
 def forked(policy: Policy, prompts: Prompts) -> Policy:
-    """A node that makes rollouts of rollouts may make more of them: no fault."""
+    """A node from rollouts to rollouts may return more of them: no fault."""
     rollouts = fork(generate(prompts, broadcast(policy), samples=1))
     return aipo_update(policy, rollouts, group_advantage(score(rollouts, by=math_answer)))
 
@@ -261,7 +261,7 @@ def empty_exam(policy: Policy, prompts: Prompts) -> Policy:
 
 
 class Logged(Rollouts):
-    """Responses that somebody sampled somewhere, one to each of two prompts."""
+    """Recorded responses, one to each of two prompts."""
 
     maker: ClassVar[str] = f"{__file__}:open_logged"
 
@@ -296,7 +296,7 @@ def every(logged: Logged, rewards: Rewards) -> bool:
 
 @program
 def offline_filled(policy: Policy, logged: Logged, *, recorded: bool = False) -> Policy:
-    """What a node makes of rollouts may have what they lack: no fault."""
+    """A node may add what rollouts lack: no fault."""
     rollouts = filled(logged)
     return policy_update(policy, rollouts, group_advantage(score(rollouts, by=math_answer)), loss=ppo)
 
@@ -313,7 +313,7 @@ def offline_without_ratios(policy: Policy, logged: Logged, *, recorded: bool = F
 
 @node(pool="trainer", clock="update")
 def another_update(policy: Policy, rollouts: Rollouts, old: Logprobs, *, loss: object = tis) -> Policy:
-    """An update of one's own, which gives the loss what it needs under another name."""
+    """A user's update, which passes the loss what it needs under another name."""
     raise NotImplementedError
 
 
@@ -327,7 +327,7 @@ def another(policy: Policy, prompts: Prompts) -> Policy:
 def learns_from_odd_samples(
     policy: Policy, prompts: Prompts, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> Policy:
-    """Its samples come to the update through a node, a filter and a buffer."""
+    """The samples reach the update through a node, a filter and a buffer."""
     behaviour, told = broadcast(policy), {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     rollouts = generate(prompts, behaviour, samples=4, **told)  # type: ignore
     rollouts = fork(rollouts)
@@ -357,7 +357,7 @@ def stops_nowhere(policy: Policy, prompts: Prompts) -> Policy:
 
 @node(pool="trainer", clock="update")
 def mine(policy: Policy, rollouts: Rollouts) -> Policy:
-    """An update of one's own."""
+    """A user's update."""
     raise NotImplementedError
 
 
@@ -373,13 +373,13 @@ def compares_odd_samples(policy: Policy, prompts: Prompts) -> Policy:
 
 @node(pool="scorer")
 def where_better(rollouts: Rollouts, others: Rollouts) -> Rollouts:
-    """Some of the first, by what the others say."""
+    """Choose some of `rollouts` by comparison with `others`."""
     raise NotImplementedError
 
 
 @program
 def chooses_by_odd_samples(policy: Policy, prompts: Prompts) -> Policy:
-    """What is learnt from is chosen by responses that are cut to a part of the vocabulary: no fault."""
+    """Responses from a part of the vocabulary only decide which others are trained on: no fault."""
     behaviour = broadcast(policy)
     rollouts = generate(prompts, behaviour, samples=4)
     chosen = where_better(rollouts, generate(prompts, behaviour, samples=4, top_k=40))

@@ -1,4 +1,4 @@
-"""The container file: a linter finds nothing, it runs as no root, and what it copies is what the package is made of."""
+"""The Containerfile: a linter finds nothing, it does not run as root, and it copies the files of the whole package."""
 
 import fnmatch
 import re
@@ -22,7 +22,7 @@ def lint(text: str) -> "subprocess.CompletedProcess[str]":
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Each instruction with its words, in one line."""
+    """Return each instruction and its arguments, joined into one line."""
     text = re.sub(r"(?m)^\s*#.*\n", "", FILE.read_text()).replace("\\\n", " ")
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line.strip()]
     return [(word, " ".join(rest.split())) for word, rest in lines]

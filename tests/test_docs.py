@@ -1,4 +1,4 @@
-"""README.md and the pages: links, tests and files that are named exist, generated parts are current, sizes.
+"""README.md and the pages: the links, tests and files that they name exist; generated parts are current; sizes.
 
 `make docs` builds the site in strict mode: it fails for a broken link, anchor or reference of a page.
 """
@@ -25,7 +25,7 @@ pages = pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.
 
 
 def written(page: Path) -> str:
-    """The page without what is generated into it."""
+    """Return the page without its generated parts."""
     return re.sub(r"(?ms)<!-- begin .*?<!-- end .*?-->", "", page.read_text())
 
 
@@ -37,7 +37,7 @@ def test_links_of_the_readme_lead_somewhere() -> None:
 
 
 def test_tests_that_are_promised_exist() -> None:
-    """By their name alone, so that a test may move to another file."""
+    """Compare names alone, so that a test may move to another file."""
     files = list((ROOT / "tests").rglob("test_*.py"))
     defined = {name for file in files for name in re.findall(r"(?m)^def (test_\w+)\(", file.read_text())}
     defined |= {file.name for file in files}
@@ -55,7 +55,7 @@ def test_only_the_promises_name_tests(page: Path) -> None:
 
 @pages
 def test_files_that_are_named_exist(page: Path) -> None:
-    """A path in code type, but for what the promises call open."""
+    """Check the paths in code type, except in lines that the promises mark **open**."""
     text = "\n".join(line for line in written(page).splitlines() if "**open**" not in line)
     folders = "graph|nodes|runtime|programs|docs|benchmarks|scripts|tests"
     names = re.findall(rf"`(?:python |sh )?((?:{folders})/[\w/]+\.\w+)`", text)
@@ -105,6 +105,6 @@ def test_the_names_that_a_nodes_figures_must_not_have_are_the_first_eight_rows()
 
 def test_the_documentation_stays_short() -> None:
     assert len(README.read_text()) <= 16_000
-    # Written text: less directives in whose place text is generated, and names of tests that show a promise.
+    # Count only written text: no directives that are replaced by generated text, no names of tests that show a promise.
     generated = re.compile(r"(?m)^(:::|<!-- write) .*\n|`test_\w+`")
     assert sum(len(generated.sub("", page.read_text())) for page in PAGES) <= 150_000

@@ -1,4 +1,4 @@
-"""What users see of the programs is what it was; `python scripts/golden.py --write` keeps what is meant to change."""
+"""What users see of the programs does not change; `python scripts/golden.py --write` keeps a change that is meant."""
 
 import subprocess
 import sys

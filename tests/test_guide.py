@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
 
 @pytest.fixture(scope="module")
 def base() -> str:
-    """The base model of the demo, which is built once and kept in the user's cache."""
+    """Return the demo's base model, which is built once and kept in the user's cache."""
     return str(base_model("", lambda line: None))
 
 

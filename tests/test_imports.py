@@ -1,4 +1,4 @@
-"""Imports go one way, and names are the field's. What is not yet mended is listed here; the lists only shrink."""
+"""Imports go one way, and names are the field's. Lists here name what is not yet mended; they only shrink."""
 
 import ast
 import re
@@ -14,12 +14,12 @@ ROOT = Path(__file__).parent.parent
 ORDER = ("graph", "cluster", "record", "tensor", "schedule", "control", "managers", "report", "plan", "cli")
 """The runtime's packages, each of which imports only those before it. `graph` is below all of them."""
 NODES_IN_STRINGS = {
-    "runtime/cli/doctor.py",  # starts the sandbox's own test, and what measures, as processes
-    "runtime/cli/export.py",  # starts what adds adapters to their base, as a process
+    "runtime/cli/doctor.py",  # starts the sandbox's self-test and the measurements as processes
+    "runtime/cli/export.py",  # starts a process that adds adapters to their base
 }
 """Files of the runtime that name a module of the nodes in a string."""
 STARTING_OTHER_PYTHONS = {
-    "runtime/cluster/interpreters.py",  # asks an interpreter what it has
+    "runtime/cluster/interpreters.py",  # asks an interpreter which packages it has
     "runtime/control/process.py",  # starts the processes of a run, by the interpreter of their pool
 }
 """Files that start an interpreter which may not be this one."""
@@ -64,7 +64,7 @@ PRIVATE_WORDS = {
     "way": 0,
     "ways": 0,
 }
-"""Private words in identifiers, and in how many files each may still stand."""
+"""Private words, and the number of files whose identifiers may still contain each."""
 
 
 def product() -> list[Path]:
@@ -81,7 +81,7 @@ MODULES = {module(path): path for path in product()}
 
 
 def imported(path: Path, top: bool = False) -> Iterator[str]:
-    """Modules of ours that a file imports; with `top`, only as the file is imported itself."""
+    """Yield our modules that a file imports; with `top`, only those that it imports while it is imported itself."""
     tree = ast.parse(path.read_text())
     for node in tree.body if top else ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("penstock"):
@@ -131,7 +131,7 @@ def test_the_runtime_names_no_module_of_the_nodes() -> None:
 
 
 def test_commands_of_this_interpreter_are_made_in_one_place() -> None:
-    """Without `-P` a file of the current folder, such as `types.py`, shadows what they import."""
+    """Without `-P`, a file in the current folder, such as `types.py`, shadows a module that the command imports."""
     naming = {str(path.relative_to(ROOT)) for path in product() if "-P" in strings(path)}
     assert naming == STARTING_OTHER_PYTHONS
 
@@ -146,7 +146,7 @@ def words(name: str) -> set[str]:
 
 @cache
 def identifiers() -> Counter[str]:
-    """Words in identifiers, and in how many files each stands."""
+    """Return, for each word in identifiers, the number of files that contain it."""
     files: Counter[str] = Counter()
     for path in product():
         nodes = list(ast.walk(ast.parse(path.read_text())))

@@ -1,4 +1,4 @@
-"""`scripts/install.sh` where the ground is not as it should be; it installs nothing here."""
+"""`scripts/install.sh` without an argument, without pip, and over another tool's .venv; it installs nothing here."""
 
 import os
 import shutil

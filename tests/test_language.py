@@ -1,4 +1,4 @@
-"""Each construct of the language: what is printed, what its misuse is told, its simulated schedule, its real run."""
+"""Each construct of the language: its printed form, the faults of its misuse, its simulated schedule, its real run."""
 
 import json
 import signal
@@ -66,7 +66,7 @@ def faults(name: str, **options: Any) -> str:
 
 
 def simulated(name: str, seconds: Mapping[str, float], updates: int = 40, **options: Any) -> tuple[Graph, Simulation]:
-    """One firing at a time in each pool, so that the bound can be met."""
+    """Simulate a program with one firing at a time in each pool, so that the bound can be reached."""
     made = graph(name, **options)
     plan = place([made], Cluster(hosts=(Host(name="local", cores=4),)), slots=4)
     durations = {n.name: seconds.get(n.name, 0.0) for n in made.nodes if n.fires}
@@ -83,14 +83,14 @@ def run(tmp_path: Path, name: str, *, processes: bool = False, flags: RunOptions
 
 
 def failed(tmp_path: Path, name: str, flags: RunOptions = TOY, **options: Any) -> dict[str, Any]:
-    """The summary of a run that fails."""
+    """Run a program that fails, and return the summary."""
     made = prepared(tmp_path, name, flags, **options)
     assert status_here(made)[0] == "failed"
     return summary(made)
 
 
 def stop_after(folder: Path, update: int) -> None:
-    """Run until there is a row of that update, then as a Ctrl-C stops it."""
+    """Run until there is a row of that update, then stop the run as Ctrl-C does."""
     interrupted = threading.Event()
 
     def hear(line: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ def stop_after(folder: Path, update: int) -> None:
 PROCESSES = pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
 
 
-# Every one of them ------------------------------------------------------------------------------------------
+# All constructs ---------------------------------------------------------------------------------------------
 
 
 ALL = ["filtered", "clocks", "seldom", "moved", "curriculum", "talking", "composed", "accumulating"]
@@ -166,7 +166,7 @@ def test_a_construct_runs_at_any_lag_and_replays(tmp_path: Path, name: str, lag:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_a_construct_is_the_same_bits_in_processes(tmp_path: Path, name: str) -> None:
-    """At lag 0, or with pinned versions; and there it keeps its rule as it does in one process."""
+    """At lag 0, or with pinned versions. The construct's rule holds in processes, too."""
     asked: dict[str, tuple[dict[str, Any], Callable[[Path], None]]] = {
         "clocks": ({"lag": 1, "look": 2}, assert_watched),
         "curriculum": ({"lag": 1, "delayed": 1}, partial(assert_known, delayed=1)),
@@ -239,7 +239,7 @@ def test_a_node_that_only_measures_fires_at_its_updates_with_their_weights(tmp_p
 
 
 def assert_watched(folder: Path) -> None:
-    """At every second update, of six or seven."""
+    """Assert that `watch` fired at every second update of six or seven."""
     seen = [row for row in [*rows(folder), *summary(folder)["measured"]] if "watch_update" in row]
     assert [(row["watch_update"], row["watched_version"]) for row in seen] == [(1.0, 1.0), (3.0, 3.0), (5.0, 5.0)]
 
@@ -251,7 +251,7 @@ def test_what_was_measured_after_the_last_row_is_in_the_summary(tmp_path: Path) 
 
 
 def test_nobody_waits_for_a_node_that_only_measures() -> None:
-    """It takes as long as three updates, at every fifth: the period is that of the cycle without it."""
+    """The node takes as long as three updates, and fires at every fifth: the period is the same as without it."""
     seconds = {"fake_update": 1.0, "watch": 3.0}
     made, found = simulated("clocks", seconds, look=5, lag=1)
     assert found.period_s == pytest.approx(1.0)
@@ -270,8 +270,8 @@ def test_parts_are_in_the_graphs_digest_and_a_whole_batch_is_not() -> None:
 
 
 def test_an_update_in_parts_works_while_the_rest_is_generated() -> None:
-    """One group a second, and two seconds of an update of three groups: whole it takes 3 + 2, and in parts the last
-    one alone comes after the last group. With a slow trainer all parts follow the first group."""
+    """A group takes 1 s, and an update of three groups 2 s. As a whole both take 3 + 2 s; in parts, only the last part
+    comes after the last group. With a slow trainer all parts follow the first group."""
     cases = [(0, 0, 2.0, 5.0), (0, 3, 2.0, 5.0), (0, 1, 2.0, 3 + 2 / 3), (0, 1, 6.0, 7.0), (2, 1, 6.0, 6.0)]
     for lag, accumulate, update_s, period_s in cases:
         made = graph("accumulating", lag=lag, accumulate=accumulate)
@@ -427,7 +427,7 @@ def test_a_figure_that_is_no_number_is_noted_and_nothing_follows(tmp_path: Path)
     made = make_run(tmp_path / "r", FILE + "no_numbers", {}, flags, evaluate=True)
     status, lines = status_here(made)
     assert status == "done"
-    assert json.loads(json.dumps(lines, allow_nan=False)) == lines  # nothing that a display could not read
+    assert json.loads(json.dumps(lines, allow_nan=False)) == lines  # every display can read it
     notes = "\n".join(line["text"] for line in lines if line["kind"] == "note")
     assert all(
         figure in notes for figure in ("accuracy before", "accuracy after", "reward_mean is nan", "worst_max is")
@@ -575,7 +575,7 @@ def test_an_environment_that_breaks_gives_its_group_its_fate(tmp_path: Path) -> 
 
 
 def test_a_slow_environment_stalls_nothing_within_the_lag() -> None:
-    """Two turns of one second each in the environment, a lag of three: groups of four updates are on their way."""
+    """With two turns of 1 s each in the environment and a lag of 3, groups of four updates are in flight."""
     seconds = {"speak": 0.0, "reply": 1.0, "grade": 0.0, "learn": 0.1}
     made = graph("talking", lag=3, turns=2)
     plan = place([made], Cluster(hosts=(Host(name="local", cores=4),)), slots=16)
@@ -680,7 +680,7 @@ def test_a_call_has_the_name_that_it_is_given() -> None:
     made = graph("named")
     fired = {node.name: node.label for node in made.nodes if node.construct == "call"}
     assert list(fired.values()) == ["asks", "answers", "fake_score", "fake_update", "worth", "solver"]
-    assert [name for name, label in fired.items() if name != label] == ["solver:fake_update"]  # the argument's is taken
+    assert [name for name, label in fired.items() if name != label] == ["solver:fake_update"]  # an argument's name
     assert dict(made.results)["solver"].node == "solver:fake_update"
     assert made["asks"].op == made["answers"].op
     assert Graph.from_json(made.to_json()) == made
@@ -734,7 +734,7 @@ def test_figures_of_a_named_call_stand_under_its_name(tmp_path: Path, processes:
 
 @PROCESSES
 def test_plain_values_are_carried_kept_sent_and_gone_on_with(tmp_path: Path, processes: bool) -> None:
-    """What an update returns is what the next one reads and what other pools are sent; a resume changes nothing."""
+    """The next update reads what an update returns, and other pools receive it; a resume changes nothing."""
     launch = run_to_end if processes else run_here
     whole = launch(prepared(tmp_path, "plainly"))
     parted = launch(prepared(tmp_path, "plainly", replace(TOY, updates=2)))

@@ -1,4 +1,4 @@
-"""What nodes and losses cannot work with is told by `check`, at the line of the call, before anything starts."""
+"""`check` reports what nodes and losses cannot work with, at the line of the call, before anything starts."""
 
 import linecache
 from dataclasses import replace
@@ -26,7 +26,7 @@ FILE = Path(__file__).parent / "programs_for_misuse.py"
 
 
 def source(where: str) -> str:
-    """The line of a fault."""
+    """Return the source line of a fault."""
     file, _, number = where.rpartition(":")
     return linecache.getline(file, int(number))
 
@@ -40,7 +40,7 @@ def test_what_a_node_or_a_loss_cannot_work_with_is_a_fault_at_its_line(name: str
 
 
 def with_bonus(logprobs_P: Tensor, sampled: Sampled, *, base: Loss, bonus: float = 0.1) -> Tensor:
-    """A loss of one's own on top of another one."""
+    """A user's loss on top of another one."""
     return base(logprobs_P, sampled)[0] - bonus * logprobs_P
 
 
@@ -225,7 +225,7 @@ def test_samples_that_no_policy_can_score_are_refused_where_they_are_made(
 
 
 def test_data_without_mu_is_told_to_a_loss_that_needs_it_and_to_no_other() -> None:
-    """What the first value of a source has is known once it has been read: by `run`, before any process starts."""
+    """`run` reads the first value of a source, and so knows what it lacks, before it starts any process."""
     (fault,) = answer("run", f"{FILE}:offline", [])["faults"]
     assert (fault["what"], fault["given"]) == ("policy_update: loss ppo", "no behaviour_P for it")
     assert "policy_update(policy, kept, group_advantage(rewards), loss=ppo)" in source(fault["where"])

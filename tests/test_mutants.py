@@ -1,4 +1,4 @@
-"""Every known fault of `scripts/mutants.py` is still one of the product as it stands, with tests that exist."""
+"""Every mutant of `scripts/mutants.py` still applies to the product's text, and its tests exist."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What the packaging and the layers promise, read from the files themselves."""
+"""The promises of the packaging and the layers, checked on the files themselves."""
 
 import ast
 import shutil
@@ -26,7 +26,7 @@ RANK_FILES = {
     f"runtime/control/{name}.py" for name in ("executor", "inprocess", "rank", "rank_state", "weight_channels")
 }
 """What runs in a rank, or in the one process of --in-process."""
-# Messages have one way in; `doctor` tries whether there could be one.
+# The files that may import zmq; `doctor` only asks for its version and features.
 WITH_SOCKETS = {
     *(
         f"runtime/control/{name}.py"
@@ -42,7 +42,7 @@ def files(*layers: str) -> list[Path]:
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
-    """Modules that a file imports, and the lines."""
+    """Yield the modules that a file imports, and the lines."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -72,7 +72,7 @@ EXPORTS = {
     ("runtime/tensor/dcp.py", f"torch.distributed.checkpoint.{writer}")
     for writer in ("api", "filesystem", "hf_storage", "state_dict_saver")
 }
-"""What writes a format that pickles, on a command of its own. Nothing reads it."""
+"""Imports of a command that writes a format with pickle in it. Nothing here reads that format."""
 
 RULES: dict[str, Callable[[str, str], bool]] = {
     "a layer imports only the layers below it": lambda file, module: (
@@ -89,7 +89,7 @@ RULES: dict[str, Callable[[str, str], bool]] = {
     ),
     "only the wire uses sockets": lambda file, module: module.split(".")[0] == "zmq" and file not in WITH_SOCKETS,
 }
-"""Is an import wrong, by the rule?"""
+"""By rule, a function of a file and a module: True if the file must not import the module."""
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -99,7 +99,7 @@ def test_imports_keep_the_rules_of_the_layers(rule: str) -> None:
 
 
 def test_nothing_unpickles() -> None:
-    """torch.load and torch.save pickle, object collectives too."""
+    """torch.load, torch.save and the object collectives pickle."""
     wrong = []
     for path in files():
         for node in ast.walk(ast.parse(path.read_text())):

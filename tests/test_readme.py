@@ -1,4 +1,4 @@
-"""The code that README.md and the pages show: it traces, has no fault but those that it is shown for, and runs."""
+"""The code that README.md and the pages show: it traces, has no faults except those that it shall show, and runs."""
 
 import ast
 import re
@@ -104,7 +104,7 @@ def test_the_pages_show_what_check_says_of_each_faulty_program(folder: Folder) -
 
 @pytest.mark.slow
 def test_the_commands_of_the_readme_work(folder: Folder) -> None:
-    """Those that start no processes; other tests run programs."""
+    """Only commands that start no processes: other tests run programs."""
     lines = re.findall(r"(?m)^    (penstock (?:check|simulate|plan|show) [^#\n]*?)(?: +#.*)?$", README.read_text())
     assert len(lines) > 1
     for line in lines:

@@ -1,18 +1,17 @@
-"""A test instrument: ranks as threads, and messages between them in the order and with the buffering of NCCL's streams,
-so that a schedule of communication which would stand still on GPUs stands still here, too, and is told at once.
+"""A test instrument that models NCCL: ranks are threads, and messages have the order of NCCL's streams and no buffers.
+A communication schedule that would deadlock on GPUs deadlocks here, too, and is reported at once.
 
-What is modelled: a rank puts *calls* into streams, and goes on. A call is a group of sends and receives, which is
-over when all of them are; alone, it is a group of one. Of a stream only the first call that is not over is at work. A
-send and a receive meet if both are at work; nothing is buffered, and there are no tags: between two ranks they meet in
-order. A wait for a call stops the thread. (On a GPU it stops the stream that computes; to stop the host, too, is
-stricter: what ends here ends there.)
+Model: a rank enqueues *calls* in streams, and goes on. A call is a group of sends and receives, or a single one. It is
+over when all of them are. Only the first unfinished call of a stream is at work. A send and a receive meet if both are
+at work; nothing is buffered, and there are no tags: between two ranks they meet in order. A wait for a call blocks the
+thread. (On a GPU it blocks only the compute stream. To block the host, too, is stricter: what ends here ends there.)
 
-Several communicators: each is a world. `Cards` have room for so many calls each, whichever world they are of; a call
-that finds none is not at work yet. Without them there is room for all.
+Several communicators: each is a world. Each GPU of `Cards` runs at most `room` calls at once, of all worlds together;
+a further call is not at work yet. Without `Cards` there is no limit.
 
-Streams: groups of a rank share one, that of the communicator. A send or receive outside of a group has the stream
-of its pair of ranks, in both directions, as a lazily made `ProcessGroupNCCL` has it; with `eager` it is in the
-communicator's, as where the group was bound to its device.
+Streams: all groups of a rank share the communicator's stream. A send or receive outside of a group uses a stream of
+its pair of ranks, for both directions, as in a lazily made `ProcessGroupNCCL`; with `eager` it uses the
+communicator's, as if the process group was bound to its device.
 
     world = Unbuffered(2)
     world.run(lambda: work(world.rank(0)), lambda: work(world.rank(1)))   # raises Deadlock, and any other error
@@ -20,8 +19,8 @@ communicator's, as where the group was bound to its device.
 `world.as_torch(monkeypatch)` puts the world in place of torch's point-to-point calls (`dist.isend`, `irecv`, `send`,
 `recv`, `batch_isend_irecv`, `P2POp`, `get_rank`, `get_world_size`), for code that calls them in the threads of `run`.
 
-A deadlock is certain, and found at once, where all threads of `run` wait and nothing meets. Where other threads take
-part, too, it is taken for one after `patience` seconds without a meeting.
+If all threads of `run` wait and nothing meets, that is a deadlock, reported at once. If other threads take part, too,
+`patience` seconds without a meeting count as a deadlock.
 """
 
 import threading
@@ -38,16 +37,16 @@ from torch import Tensor
 
 T = TypeVar("T")
 Kind = Literal["send", "receive"]
-# Two ranks, whose messages outside of groups have a stream of their own; None for the communicator's.
+# A stream: that of two ranks, for their messages outside of groups; None is the communicator's.
 Pair = frozenset[int] | None
 
 
 class Deadlock(RuntimeError):
-    """Nothing can go on: each stream with the call that it stands at."""
+    """Nothing can go on. The text has the first unfinished call of each stream."""
 
 
 class Mismatch(RuntimeError):
-    """A send met a receive of other bytes."""
+    """A send met a receive of another size."""
 
 
 class Operation(NamedTuple):
@@ -63,13 +62,13 @@ class Operation(NamedTuple):
 
 @dataclass(eq=False)
 class Call:
-    """Messages that are over together; `wait` stops until they are."""
+    """Messages that are over together; `wait` blocks until they are."""
 
     world: "Unbuffered"
     open: list[Operation]
 
     def wait(self, *timeout: object) -> bool:
-        """Raises Deadlock, or Mismatch, or what another rank has raised."""
+        """Block until the call is over. Raises Deadlock, Mismatch, or what another rank has raised."""
         self.world.wait(self)
         return True
 
@@ -78,7 +77,7 @@ class Call:
 
 
 class Cards:
-    """GPUs that the ranks of several worlds are on, by name; on each, `room` calls are at work at once."""
+    """The GPUs of the ranks of several worlds, by name. On each, at most `room` calls are at work at once."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -87,7 +86,7 @@ class Cards:
         self._at_work: defaultdict[str, list[Call]] = defaultdict(list)
 
     def has(self, card: str, call: Call) -> bool:
-        """Whether a call is at work on its card, from now on if there is room."""
+        """True if a call is at work on its card. It begins now if there is room."""
         own = self._at_work[card] = [each for each in self._at_work[card] if each.open]
         if call not in own and len(own) < self.room:
             own.append(call)
@@ -95,8 +94,8 @@ class Cards:
 
 
 class Unbuffered:
-    """A communicator of `size` ranks, on the `places` of `cards` if there are any. `trace` has the meetings, in order:
-    (sender, receiver, bytes)."""
+    """A communicator of `size` ranks, on the GPUs `places` of `cards` if these are given. `trace` has the meetings in
+    order: (sender, receiver, bytes)."""
 
     def __init__(
         self,
@@ -113,10 +112,10 @@ class Unbuffered:
         self._changed = cards.changed if cards else threading.Condition()
         if cards:
             cards.worlds.append(self)
-        # By rank and, for the stream of a pair of ranks, the pair.
+        # Keys are a rank and, for the stream of a pair of ranks, the pair.
         self._streams: defaultdict[tuple[int, Pair], deque[Call]] = defaultdict(deque)
         self._fault: Exception | None = None
-        self._running: set[threading.Thread] = set()  # of `run`, not yet through
+        self._running: set[threading.Thread] = set()  # threads of `run` that have not ended
         self._awaited: dict[threading.Thread, Call] = {}
         self._strangers = False
 
@@ -124,8 +123,8 @@ class Unbuffered:
         return UnbufferedRank(self, rank)
 
     def run(self, *works: Callable[[], T]) -> list[T]:
-        """The work of each rank, in a thread of its own; their results. Raises the first error, and AssertionError for
-        calls that no other rank met.
+        """Do the work of each rank in a thread of its own, and return their results. Raises the first error, or
+        AssertionError for calls that no other rank met.
         """
         results: list[Any] = [None] * len(works)
         errors: list[Exception] = []
@@ -154,7 +153,7 @@ class Unbuffered:
         return results
 
     def start(self, rank: int, operations: Sequence[Operation], grouped: bool) -> Call:
-        """A call of a rank, into the stream that it belongs to."""
+        """Enqueue a call of a rank in its stream, and let all meetings happen that are possible now."""
         call = Call(self, list(operations))
         pair = None if grouped or self.eager else frozenset({rank, operations[0].peer})
         with self._changed:
@@ -193,7 +192,7 @@ class Unbuffered:
         self._break(error)
 
     def as_torch(self, monkeypatch: Any) -> None:
-        """Stand in for torch's calls, made in the threads of `run`. A group's ranks are the world's."""
+        """Replace torch's calls for the threads of `run`. A group's ranks are the world's."""
 
         def isend(tensor: Tensor, dst: Any = None, group: Any = None, tag: int = 0, **more: int) -> Call:
             return _here.end.send(tensor, more.get("group_dst", dst))
@@ -227,11 +226,11 @@ class Unbuffered:
             monkeypatch.setattr(dist, name, function)
 
     def _met(self, rank: int, pair: Pair) -> bool:
-        """Whether a send of the first call in a stream has met its receive."""
+        """True if a send of a stream's first call has met its receive now."""
         calls = self._streams[rank, pair]
         for ours in calls[0].open if calls and self._at_work(rank, calls[0]) else ():
             others = self._streams[ours.peer, pair] if ours.kind == "send" else None
-            # Between two ranks the messages of a call keep their order: the first open one is the next.
+            # Between two ranks the messages of a call keep their order: the first open one is next.
             theirs = (
                 next((o for o in others[0].open if o.kind == "receive" and o.peer == rank), None) if others else None
             )
@@ -254,13 +253,13 @@ class Unbuffered:
         return self._cards is None or self._cards.has(self._places[rank], call)
 
     def _look_for_deadlock(self) -> None:
-        """Whether all threads wait for calls that are open: then nobody will let any one of them go."""
+        """Report a deadlock if all threads wait for open calls, since then none is left to meet them."""
         waiting = {thread for thread, call in self._awaited.items() if call.open}
         if self._running and self._running <= waiting and not self._strangers:
             self._break(Deadlock(f"nothing meets: {self._heads()}"))
 
     def _heads(self) -> str:
-        """The call at which each stream stands."""
+        """Return the first unfinished call of each stream, as text."""
         heads = [(rank, calls[0].open) for (rank, _), calls in self._streams.items() if calls]
         return "; ".join(f"rank {rank}: {', '.join(map(str, own))}" for rank, own in sorted(heads, key=itemgetter(0)))
 
@@ -271,13 +270,13 @@ class Unbuffered:
 
 
 class UnbufferedRank:
-    """What one rank does."""
+    """The calls of one rank."""
 
     def __init__(self, world: Unbuffered, rank: int) -> None:
         self.world, self.rank = world, rank
 
     def group(self, operations: Sequence[Operation]) -> Call:
-        """Begin messages that are over together, in the stream of the communicator."""
+        """Begin messages that are over together, in the communicator's stream."""
         return self.world.start(self.rank, operations, grouped=True)
 
     def send(self, tensor: Tensor, peer: int) -> Call:
@@ -289,7 +288,7 @@ class UnbufferedRank:
 
 
 class P2POp:
-    """As torch's, for a group whose ranks are the world's."""
+    """torch's `P2POp`, for a group whose ranks are the world's."""
 
     def __init__(
         self, op: Any, tensor: Tensor, peer: Any = None, group: Any = None, tag: int = 0, group_peer: Any = None
