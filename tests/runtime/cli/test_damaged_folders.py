@@ -231,7 +231,7 @@ def readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callab
         "replay": lambda path: report.replay([str(path)]),
         "watch": lambda path: watch_in_terminal(RunFolder.open(path), plain=True, once=False),
         "dashboard": lambda path: watch_in_terminal(RunFolder.open(path), plain=False, once=True),
-        "resume": lambda path: resume.resume([str(path), "--updates", "9"]),  # # the last, since it may write
+        "resume": lambda path: resume.resume([str(path), "--updates", "9"]),  # the last, since it may write
     }
 
 

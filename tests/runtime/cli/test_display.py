@@ -134,7 +134,7 @@ def test_idle_time_has_the_words_of_the_report() -> None:
 
 def test_failures_are_shown_with_what_the_last_one_raised() -> None:
     assert progress(*lines()).failures == ""
-    seen = progress(*lines(), failing(5), status(1))  # # the last line has no news of failures
+    seen = progress(*lines(), failing(5), status(1))  # the last line has no news of failures
     line = "5 groups failed, 2 firings tried again; the last: score[7] on scorer/0 rank 0: ZeroDivisionError: division"
     assert seen.failures.startswith(line)
     shown = "\n".join(text(seen, 120))
@@ -165,7 +165,7 @@ def test_the_dashboard_shows_what_matters() -> None:
         "generate[288]", "waits for data", "weights v9", "90 %", "runs/aipo-1",
     ):  # fmt: skip
         assert needed in shown
-    assert "starting processes" in "\n".join(text(Progress("aipo", 10), 80))  # # before anything is known
+    assert "starting processes" in "\n".join(text(Progress("aipo", 10), 80))  # before anything is known
     odd = row(0)
     odd["row"] |= {"reward_mean": None, "loss": None, "not_finite": {"reward_mean": "nan", "loss": "inf"}}
     shown = "\n".join(text(progress(odd, {"kind": "accuracy", "stage": "before", "accuracy": 0.5})))
@@ -183,6 +183,6 @@ def test_plain_lines_come_once_a_second_and_at_the_end(capsys: Output) -> None:
     updates = [line.split()[1] for line in written if line.startswith("update ")]
     assert updates == ["1/10", "5/10", "9/10", "10/10"]
     assert "reward 0.9  loss -0.0023  lag 0.6  1 updates/s  500 tokens/s" in written[-1]
-    with open_display("aipo", 10, "runs/aipo-1", plain=False) as opened:  # # the output is not a terminal
+    with open_display("aipo", 10, "runs/aipo-1", plain=False) as opened:  # the output is not a terminal
         opened.tell({"kind": "stage", "stage": "train"})
     assert capsys.readouterr().out == "training …\n"

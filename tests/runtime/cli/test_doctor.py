@@ -151,7 +151,7 @@ def test_a_user_without_a_home_has_the_cache_in_a_folder_of_its_own_or_is_told_w
 ) -> None:
     for name in ("PENSTOCK_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("os.getuid", lambda: 54321)  # # a user ID that the system does not know
+    monkeypatch.setattr("os.getuid", lambda: 54321)  # a user ID that the system does not know
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     own = tmp_path / f"penstock-{os.geteuid()}"
     assert (cache_folder(), own.stat().st_mode & 0o777) == (own / "cache", 0o700)

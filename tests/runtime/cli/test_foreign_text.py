@@ -61,7 +61,7 @@ def test_no_display_obeys_what_an_error_or_a_name_says() -> None:
     with console.capture() as capture:
         console.print(dashboard(progress, f"[red]{EVIL}[/]", 120, 1.0))
     assert is_plain(capture.get())
-    assert "[red]" in capture.get()  # # shown as text, not taken as markup
+    assert "[red]" in capture.get()  # shown as text, not taken as markup
     assert said
     assert all(map(is_plain, [*said, *progress.errors]))
 

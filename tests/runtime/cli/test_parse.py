@@ -128,7 +128,7 @@ def test_a_flag_that_is_none_is_told_with_the_nearest(words: list[str], told: li
         ("per_device_train_batch_size", "--batch"),
         ("temperature", "option of generate,"),
         ("max_grad_norm", "option of aipo_update"),
-        ("beta", "--"),  # # this program has no such option
+        ("beta", "--"),  # this program has no such option
     ],
 )
 def test_the_words_of_other_libraries_are_answered_with_those_of_here(
@@ -148,7 +148,7 @@ def test_words_in_groups_are_answered_as_flags_but_for_the_value_of_one() -> Non
         read("--updates=3", "data.train_batch_size=64", of=aipo)
     assert read("--out", "lr.swept=1", of=aipo)[1].out == "lr.swept=1"
     assert read("--files", "math.right=1", "code.right=2")[0]["files"] == ["math.right=1", "code.right=2"]
-    assert unknown_flags(["aipo.lr=3e-4"], ["dir"], "penstock report") == ""  # # the folder of a sweep
+    assert unknown_flags(["aipo.lr=3e-4"], ["dir"], "penstock report") == ""  # the folder of a sweep
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_words_in_groups_are_answered_as_flags_but_for_the_value_of_one() -> Non
     [
         ("critic.optim.lr", "; here it is --critic-lr"),
         ("actor.optim.lr", "; here it is --lr"),
-        ("beta", "; it is an option of dpo_update,"),  # # an exact name wins over what other libraries call so
+        ("beta", "; it is an option of dpo_update,"),  # an exact name wins over what other libraries call so
         ("kl-coef", "; here it is --kl"),
     ],
 )
@@ -275,7 +275,7 @@ def test_an_option_may_not_take_a_flags_name() -> None:
         ("clashing: option 'batch'", clashing.where),
     ]
     assert read(of=clashing, verb="show")[0] == {"updates": 3, "batch": 1, "other": 0}
-    assert read("--batch", "8", of=clashing, verb="check")[1].batch == 8  # # the flag: `check` reports the option
+    assert read("--batch", "8", of=clashing, verb="check")[1].batch == 8  # sets the flag; `check` reports the option
 
 
 def test_defaults_for_a_flag_that_is_none_are_an_error() -> None:

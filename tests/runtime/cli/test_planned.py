@@ -81,7 +81,7 @@ def test_optimal_is_not_printed_of_a_search_that_was_cut_off() -> None:
         cut = replace(whole.outcome, proved=False, floor=whole.best.period_s * share)
         shown = plan.text(replace(whole, outcome=cut), "1x8xH100")
         assert "optimal" not in shown
-        assert said in " ".join(shown.split())  # # lines are wrapped at the terminal's width
+        assert said in " ".join(shown.split())  # lines are wrapped at the terminal's width
 
 
 @pytest.mark.parametrize("name", ["ppo", "rlhf", "tool_use", "tis", "decoupled_ppo", "online_dpo"])
@@ -151,7 +151,7 @@ def test_json_has_all_of_a_schedule_and_a_plan_file_gives_the_same(
     assert facts("simulate", "aipo", "--plan", file, "--updates", 24) == said
     status, why = refuse("simulate", "aipo", "--plan", file, "--samples", 4)
     assert (status, "given a plan for samples 8, needed 4, as the program has" in why) == (2, True)
-    slow = facts("simulate", "aipo", *SHOWN, "--duration", "score=3")  # # CPU work takes the given seconds
+    slow = facts("simulate", "aipo", *SHOWN, "--duration", "score=3")  # small CPU nodes take their given seconds
     assert slow["period_s"] > said["period_s"] + 10
 
 

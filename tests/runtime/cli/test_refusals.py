@@ -336,7 +336,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--batch 16", "--batch: given a flag of programs and plans beside --from"),
         ("--cluster 8x8xH100", "--cluster: given a flag of programs and plans beside --from"),
         ("--lag -1", "--lag: given -1, needed at least 0"),
-        ("--lag 1", "--lag 1"),  # # too small for the interval between publications
+        ("--lag 1", "--lag 1"),  # too small for the interval between publications
         ("--generators 0", "--generators: given 0, needed at least 1"),
         ("--updates 0", "--updates: given 0, needed at least 1"),
         ("--duration other=1", "needed one of fake_generate, fake_score, fake_update"),

@@ -51,7 +51,7 @@ def test_it_writes_the_page_into_the_folder_or_elsewhere_and_says_where(folder: 
     mine = tmp_path / "authorized_keys"
     mine.write_text("mine\n")
     for name in ("report.html", f".report.html.{os.getpid()}"):
-        (folder / name).symlink_to(mine)  # # a planted link: the report must not be written through it
+        (folder / name).symlink_to(mine)  # a planted link: the report must not be written through it
     said = say("report", folder)
     assert "bounds this run" in said
     assert str(folder / "report.html") in said

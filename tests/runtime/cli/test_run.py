@@ -294,7 +294,7 @@ def test_a_folder_of_another_user_is_not_resumed_unasked(
     finished: RunFolder, processes: Processes, monkeypatch: Patch
 ) -> None:
     (finished.path / "graph.json").chmod(0o666)
-    assert finished.foreign() == ""  # # no other user can enter the folder
+    assert finished.foreign() == ""  # no other user can enter the folder
     finished.path.chmod(0o755)
     assert "every user may change" in finished.foreign()
     with monkeypatch.context() as patch:
@@ -319,7 +319,7 @@ def test_the_wall_time_is_that_of_all_lives(finished: RunFolder) -> None:
     for number, updates in enumerate((9, 12), 2):
         assert resume(finished, "--updates", updates) == 0
         assert summary_of(finished.path)["wall_s"] == pytest.approx(number * WALL_S)
-    (finished.path / "summary.json").unlink()  # # as if the last life was killed: the log has the seconds of all lives
+    (finished.path / "summary.json").unlink()  # as if the last life was killed: the log has the seconds of all lives
     log = LogWriter(finished.events)
     for cut in (None, 9, 12):
         log.segment(cut, {})
@@ -634,7 +634,7 @@ def test_a_child_looks_for_gpus_and_for_the_nodes_before_any_process_of_a_run_st
     (config,), file = processes.configs, stopped.path.parent / "needy.py"
     on_gpu = replace(config.flags, device="cuda", model="", data="", eval_data="")
     assert require_inputs(config.graphs, on_gpu) == ()
-    file.write_text(NEEDY + ONE_GPU)  # # a fake torch, imported with the nodes
+    file.write_text(NEEDY + ONE_GPU)  # a fake torch, imported with the nodes
     (gpu,) = require_inputs(config.graphs, on_gpu)
     assert (kind_of(gpu.name, gpu.memory_gib), round(gpu.memory_gib, 1), gpu.major) == ("H100", 79.1, 9)
     # A rank on this machine needs a GPU that is here. Ranks of another machine check their own GPUs.
@@ -733,7 +733,7 @@ def test_what_a_killed_builder_has_left_is_removed_by_the_next_one_and_by_who_fi
             assert builder.build() == place
             assert {name for name in cached(tmp_path) if not name.endswith(".lock")} == {place.name}
     left.mkdir(parents=True)
-    with (tmp_path / "base" / "x1.lock").open("w") as lock:  # # as a builder at work holds it
+    with (tmp_path / "base" / "x1.lock").open("w") as lock:  # as a builder at work holds it
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert builder.build() == place
     assert left.is_dir()
@@ -746,7 +746,7 @@ def test_who_waits_for_another_builder_of_the_same_base_says_so(builder: Builder
     builder.lines.clear()
     builder.calls = 0
     waiting = Thread(target=builder.build)
-    with place.with_suffix(".lock").open("w") as lock:  # # as a builder at work holds it
+    with place.with_suffix(".lock").open("w") as lock:  # as a builder at work holds it
         fcntl.flock(lock, fcntl.LOCK_EX)
         waiting.start()
         until = monotonic() + WALL_S
@@ -754,7 +754,7 @@ def test_who_waits_for_another_builder_of_the_same_base_says_so(builder: Builder
             assert monotonic() < until
             sleep(0.01)
         assert (builder.lines, builder.calls) == ([{"kind": "stage", "stage": "queue"}], 0)
-        other = builder.build("arithmetic:2")  # # nobody is building this one
+        other = builder.build("arithmetic:2")  # nobody is building this one
         assert (other.is_dir(), place.is_dir(), builder.calls) == (True, False, 1)
     waiting.join(WALL_S)
     assert (place.is_dir(), builder.calls) == (True, 2)

@@ -189,7 +189,7 @@ def test_a_run_refuses_what_check_does_and_leaves_no_folder(planned: Path, refus
         ("--slots 4", "plan-flag"),
         ("--samples 2", "plan-program"),
         ("--cluster a100.toml", "plan-gpus"),
-        ("", "no-device"),  # # the file's host is this one, which has no GPU
+        ("", "no-device"),  # the file's host is this one, which has no GPU
     ):
         status, said = refuse("run", "aipo", "--plan", "plan.json", *words.split())
         assert (status > 0, codes(said)) == (True, [code])

@@ -156,7 +156,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
         _, size, kind = struct.unpack("<IHB", data[at : at + 7])
         part += data[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # # a whole record, or its last fragment
+        if kind in (1, 4):  # a whole record, or its last fragment
             record = wandb_internal_pb2.Record()
             record.ParseFromString(part)
             part = b""
@@ -373,7 +373,7 @@ def test_a_client_that_does_not_come_back_is_told_of_while_the_run_goes_on(
     monkeypatch.setattr(track_run, "LOOK_S", 0.01)
     follower = track_run.Follower("wandb", life.folder, 0, told.append)
     follower.busy_since = time.monotonic()
-    track_run.tell_slowness(follower)  # # returns after its first report
+    track_run.tell_slowness(follower)  # returns after its first report
     assert [list(line) for line in told] == [["failed"]]
 
 
@@ -385,7 +385,7 @@ def test_a_tracker_ends_with_a_command_that_is_killed(made: Callable[..., Life],
     life.heard(logged.exists)
     (tracker,) = life.trackers.trackers
     assert tracker.process.stdin is not None
-    tracker.process.stdin.close()  # # as the kernel does when the command is killed
+    tracker.process.stdin.close()  # as the kernel does when the command is killed
     assert tracker.process.wait(DEADLINE) in (0, 1)
 
 
@@ -405,14 +405,14 @@ def test_rows_are_read_once_and_anew_from_another_file(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b'{"update": 0}\n')
     (tmp_path / "other").replace(path)
     assert read() == [0]
-    path.write_bytes(b'{"update": 0}\n')  # # the same file, rewritten from its start
+    path.write_bytes(b'{"update": 0}\n')  # the same file, rewritten from its start
     reader.restart()
     assert read() == [0]
 
 
 def test_secrets_are_taken_out_of_texts(monkeypatch: Patch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "a-long-secret")
-    monkeypatch.setenv("KEYBOARD_LAYOUT", "de")  # # too short to be a secret
+    monkeypatch.setenv("KEYBOARD_LAYOUT", "de")  # too short to be a secret
     assert (
         without_secrets("de: http://u:p@h/a-long-secret?write_token=abc&x=1")
         == "de: http://***@h/***?write_token=***&x=1"

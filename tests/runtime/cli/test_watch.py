@@ -146,7 +146,7 @@ def test_a_port_in_use_is_told(watching: Watching, finished: Path, refuse: Refus
 
 
 def test_ctrl_c_ends_it_without_a_word_even_while_somebody_reads(folder: RunFolder) -> None:
-    folder.lock()  # # a running run, so that the stream does not end
+    folder.lock()  # a run in progress, so that the stream does not end
     with Watching(folder.path) as found:
         where = found.bare.join("events")
         with httpx.stream("GET", where, params=dict(found.url.params), timeout=PATIENCE_S) as answer:
@@ -169,7 +169,7 @@ def test_what_a_run_that_goes_on_has_not_written_yet_is_no_fault(folder: RunFold
 
 def test_the_accuracy_before_training_is_known_as_soon_as_training_begins(folder: RunFolder, capsys: Output) -> None:
     (folder.path / "summary.json").unlink()
-    folder.lock()  # # a running run
+    folder.lock()  # a run in progress
     facts = read_facts(folder, alive=True)
     assert facts.accuracy == {"before": ACCURACY}
     shown = page(make_report(facts, lambda: True))
@@ -224,12 +224,12 @@ def running(tmp_path: Path) -> Iterator[Path]:
     command = [*PENSTOCK, "run", "held.py:held", "--updates", str(UPDATES), "--batch", "8", "--out", "run", "--plain"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         assert process.stdout is not None
-        process.stdout.readline()  # # its folder exists now
+        process.stdout.readline()  # its folder exists now
         threading.Thread(target=process.stdout.read, daemon=True).start()
         try:
             yield tmp_path / "run"
         finally:
-            process.send_signal(signal.SIGINT)  # # no effect if it has ended
+            process.send_signal(signal.SIGINT)  # no effect if it has ended
             process.wait(PATIENCE_S)
 
 
@@ -264,7 +264,7 @@ def test_the_page_changes_in_place_while_the_run_goes_on(running: Path) -> None:
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.goto(str(found.url))
-        page.wait_for_selector("html[data-page]")  # # from now on it follows the run
+        page.wait_for_selector("html[data-page]")  # from now on it follows the run
         until_shown(page, 3)
         page.click("button[data-do=in]")
         page.evaluate("document.querySelector('#graph details').open = false")
