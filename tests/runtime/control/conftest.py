@@ -10,7 +10,7 @@ from .sockets import Bench, bench
 
 @pytest.fixture
 def endpoint() -> str:
-    """Where `b` listens: a Unix socket, unless a test's parameters say otherwise."""
+    """The address where `b` listens: a Unix socket by default; tests override it by a parameter."""
     return ""
 
 

@@ -1,5 +1,5 @@
-"""The real agent, whose ranks are `fake_rank.py`, or of the program that is named. FAKE_LEAVE_S: how long they may take
-to leave. FAKE_LOG_BYTES: how long their logs may become.
+"""The real agent with ranks of `fake_rank.py`, or of the program that its second argument names. FAKE_LEAVE_S: seconds
+that the ranks have to leave. FAKE_LOG_BYTES: the maximum size of their logs.
 """
 
 import os

@@ -1,9 +1,8 @@
-"""A stand-in for a controller: it starts one rank on every host, and ends as FAKE_CONTROLLER says.
+"""A fake controller: it starts one rank on each host, and ends as FAKE_CONTROLLER says.
 
-"done": when all ranks are ready. "wait": when it is told to stop, or somebody died. "deaf": never. "raise": at once.
-"fail": when it is told to stop, with an error. "writing": once a checkpoint is written after it is told to stop, as it
-has said; with an engine's stop that never ends.
-"flood": as "wait", but it never stops talking.
+"done": when all ranks are ready. "wait": on a stop request or a death. "deaf": never. "raise": at once. "fail": on a
+stop request, with an error. "writing": on a stop request, after writing a checkpoint, which it reports; after a
+preemption, the write never ends. "flood": like "wait", but it prints notes without end.
 """
 
 import json
@@ -96,4 +95,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # the thread that reads stdin would hold up an ordinary exit
+    os._exit(code)  # the thread that reads stdin would block a normal exit

@@ -1,4 +1,4 @@
-"""A launcher in a process of its own: python fake_launch.py FOLDER RUN MODE HOSTS…; its lines on stdout."""
+"""A launcher in its own process: python fake_launch.py FOLDER RUN MODE HOSTS…; it prints its lines to stdout."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 def launcher(
     folder: Path, run: str, mode: str, cluster: Cluster, tell: Any, grace: float = 60.0, **environment: str
 ) -> Launcher:
-    """A launcher of the fake controller, and of agents with fake ranks."""
+    """Return a launcher of the fake controller and of agents with fake ranks."""
     told = {"FAKE_CONTROLLER": mode, "FAKE_HOSTS": " ".join(host.name for host in cluster.hosts), **environment}
     commands = [(str(HERE / name),) for name in ("fake_controller.py", "fake_agent.py")]
     controller, agent = commands

@@ -1,7 +1,7 @@
-"""A stand-in for a rank's process: it connects, says Ready and waits for its goodbye. No torch, no nodes.
+"""A fake rank: it connects, sends Ready and waits for its Goodbye, without torch or nodes.
 
-FAKE_RANK says how it misbehaves: "raise" ends with a traceback, "deaf" ignores its goodbye and a lost controller,
-"family" does so, too, and starts a child of its own. "loud" prints numbered lines as long as it lives.
+FAKE_RANK says how it misbehaves. "raise": it ends with a traceback. "deaf": it ignores its Goodbye and the loss of the
+controller. "family": as "deaf", with a child process of its own. "loud": it prints numbered lines without end.
 """
 
 import json
@@ -21,11 +21,11 @@ from penstock.runtime.control.sockets import Client
 from penstock.runtime.tensor.shm import SHM, create_segment, segment_name
 
 LOADED = random.random()
-"""Drawn once, by what forks."""
+"""Drawn once, in the fork server, so that all forked ranks share it."""
 
 
 def asked(word: str, paper: str) -> int:
-    """What is asked of what forks ranks, before there is a run."""
+    """Answer a question to the fork server before there is a run."""
     if word == "wait":
         sleep(1000)
     print(word)
@@ -39,7 +39,7 @@ def main() -> None:
     join = Join.read(Path(os.environ["PENSTOCK_JOIN"]))
     replica, rank = os.environ["PENSTOCK_REPLICA"], int(os.environ["PENSTOCK_RANK"])
     owner = f"{replica}.{rank}".replace("/", ".")
-    create_segment(segment_name(join.run, owner, 0), 1, [SHM])  # as a store leaves when it is killed
+    create_segment(segment_name(join.run, owner, 0), 1, [SHM])  # as a killed store leaves it
     print("out of a rank")
     print("said by a rank", file=sys.stderr, flush=True)
     if mode == "raise":
@@ -67,6 +67,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Processes of a run have neither the current folder nor that of a script in their path.
+    # Processes of a run have neither the current folder nor their script's folder in their path.
     sys.path.append(str(Path(__file__).parent))
     serve_forks(main, asks=int(sys.argv[2]) if sys.argv[1:] else None)

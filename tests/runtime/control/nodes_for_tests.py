@@ -1,4 +1,4 @@
-"""Nodes whose firings a test can follow, and a program of them for one rank."""
+"""Nodes whose firings a test can follow, and programs of them for one rank."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ from penstock.runtime.control.rank_setup import RankSetup
 
 
 class Basket:
-    """A `Stream` that answers all it holds with their ordinals. A step raises while it holds `bad` for the first time;
-    it answers `odd` with what is no reward, and `cracked` with an exception; it pauses at `slow`, with one less."""
+    """A `Stream` that returns the ordinals of all groups it holds. A step raises the first time it holds `bad`. It
+    returns a non-reward for `odd` and an exception for `cracked`. At `slow` it pauses once, with a reward one lower."""
 
     def __init__(self, bad: int = -1, odd: int = -1, cracked: int = -1, slow: int = -1) -> None:
         self.bad, self.slow = bad, slow
@@ -85,7 +85,7 @@ def baskets(
 
 @node(pool="worker")
 def say(prompts: Prompts) -> Rollouts:
-    """Two responses of one token."""
+    """Return two responses of one token each."""
     row, ones_N = torch.zeros(2, 1), torch.ones(2, dtype=torch.long)
     texts, finished_N = ("a", "b"), torch.tensor([True, True])
     return Rollouts(prompts.ordinals * 2, ("", ""), ("", ""), texts, row, ones_N, ones_N, row, row, finished_N)
@@ -93,7 +93,7 @@ def say(prompts: Prompts) -> Rollouts:
 
 @node(pool="worker")
 def grade(rollouts: Rollouts, *, given: int) -> Rewards:
-    """So many rewards; with fewer than none it leaves the process."""
+    """Return `given` rewards; if `given` is negative, exit the process."""
     return Rewards(torch.ones(given)) if given >= 0 else sys.exit("enough of this")
 
 
@@ -139,7 +139,7 @@ def listing(policy: FakePolicy, prompts: FakePrompts) -> Policy:
 
 @node(pool="worker")
 def backed(rewards: Rewards, others: Rollouts) -> Rewards:
-    """What the rewards of some responses are worth, by others."""
+    """Return the rewards times the number of other responses."""
     return rewards * len(others)
 
 
@@ -161,7 +161,7 @@ def speaking(policy: FakePolicy, prompts: FakePrompts) -> Policy:
 
 @dataclass
 class Seen:
-    """A state. JSON gives `names` back as they were, or not, or gives them back as something else."""
+    """A state with `names`: JSON keeps it, cannot hold it, or changes its type."""
 
     names: Any
 
@@ -179,7 +179,7 @@ def noted(state: Any, rewards: Rewards, *, kind: str) -> tuple[Any, Rewards]:
 
 
 class Owner(FakePolicy):
-    """It has facts that JSON cannot keep."""
+    """A policy whose facts JSON cannot hold."""
 
     maker: ClassVar[str] = "tests.runtime.control.nodes_for_tests:make_owner"
 
@@ -208,7 +208,7 @@ def make_setup(
     traced: Program[..., Any] = baskets,
     **options: Any,
 ) -> RankSetup:
-    """For the first of `replicas` that hold everything."""
+    """Return the setup of the first of `replicas` replicas, each of which holds everything."""
     graph = trace(traced, options)
     holds = (*(argument.name for argument in graph.arguments), *(node.name for node in graph.nodes))
     pool = Pool("worker", holds, tuple(Replica(f"worker/{i}", (Rank(),), 8) for i in range(replicas)))

@@ -1,4 +1,4 @@
-"""A carried value that can leave its device, what changes it and what reads it, and a stream that gives up memory."""
+"""A carried value that can be offloaded, nodes that update and read it, and a stream that can release its memory."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ HOLDS = ("policy", "prompts", "basket", "peek", "grow", "look_back")
 
 
 class Heavy(FakePolicy):
-    """Its momentum may leave. `seen` notes where it lay whenever a node worked with it."""
+    """A policy whose momentum can be offloaded. `seen` lists the momentum's addresses, one for each use by a node."""
 
     maker: ClassVar[str] = f"{__name__}:make_heavy"
 
@@ -38,7 +38,7 @@ def make_heavy(context: Context) -> Heavy:
 
 
 class Cupboard(Basket):
-    """`released` counts how often its memory was given up."""
+    """`released` counts how often its memory was released."""
 
     released = 0
 
@@ -58,7 +58,7 @@ def basket(state: Cupboard, prompts: Prompts) -> tuple[Cupboard, Rewards]:
 
 @node(pool="worker", clock="update")
 def peek(policy: Heavy, rewards: Rewards) -> Rewards:
-    """Reads the value before its update."""
+    """Read the value before its update."""
     policy.seen.append(policy.place)
     return rewards
 
@@ -72,7 +72,7 @@ def grow(policy: Heavy, rewards: Rewards) -> tuple[Heavy, Metrics]:
 
 @node(pool="worker", clock="update")
 def look_back(policy: Heavy) -> Metrics:
-    """Reads it after its update."""
+    """Read the value after its update."""
     policy.seen.append(policy.place)
     return {"momentum": float(policy.momentum_W.sum())}
 
@@ -85,7 +85,7 @@ def growing(policy: Heavy, prompts: FakePrompts) -> Policy:
 
 
 def make_leaving(folder: Path, restore: Path | None = None, **settings: Any) -> RankSetup:
-    """For one rank that holds everything."""
+    """Return the setup of one rank that holds everything."""
     plan = Plan((Pool("worker", HOLDS, (Replica("worker/0", (Rank(),), 8),)),))
     contexts = {name: Context(node=name) for name in HOLDS}
     return RankSetup((trace(growing, {}),), plan, "worker/0", 0, contexts, folder, restore, **settings)

@@ -1,4 +1,4 @@
-"""Servers and clients in one process, and waiting with a deadline."""
+"""Servers and clients in one process, and helpers that wait with a deadline."""
 
 import random
 import secrets
@@ -32,7 +32,7 @@ RANKS = {
 
 
 def until(look: Callable[[], Any], deadline: float = DEADLINE_S) -> Any:
-    """What `look` returns once that is true; an error after the deadline."""
+    """Call `look` until its result is true, and return that; raise after the deadline."""
     end = monotonic() + deadline
     while monotonic() < end:
         if found := look():
@@ -42,7 +42,7 @@ def until(look: Callable[[], Any], deadline: float = DEADLINE_S) -> Any:
 
 @dataclass
 class Bench:
-    """A server, the keys of its run, and what it has heard so far."""
+    """A server, the keys of its run, and the messages it has received so far."""
 
     server: Server
     keys: Keys
@@ -54,14 +54,14 @@ class Bench:
         return self.keys.join(host, self.server.endpoint, self.folder)
 
     def client(self, name: str = "generator/0", rank: int = 0, host: str = "local") -> Client:
-        """A rank that has been greeted."""
+        """Return a connected client of a rank."""
         client = Client(self.join(host), "rank", name, rank)
         self.stack.callback(client.close)
         until(lambda: self.hear() or f"{name}:{rank}" in self.server.peers)
         return client
 
     def raw(self, host: str = "local") -> "Raw":
-        """A socket that says whatever it is told to."""
+        """Return a socket that sends any frame."""
         raw = Raw(self.join(host))
         self.stack.callback(raw.context.destroy, linger=0)
         return raw
@@ -72,7 +72,7 @@ class Bench:
         return found
 
     def wait_for(self, number: int) -> list[tuple[str, Message]]:
-        """Until so many messages have been heard in all."""
+        """Wait until this many messages were received in all."""
         until(lambda: self.hear() is not None and len(self.heard) >= number)
         return self.heard
 
@@ -81,7 +81,7 @@ class Bench:
 
 
 class Raw:
-    """A DEALER without manners."""
+    """A DEALER socket that does not follow the protocol."""
 
     def __init__(self, join: Join, identity: bytes = b"") -> None:
         self.join = join
@@ -116,7 +116,7 @@ class Raw:
 @contextmanager
 def bench(folder: Path, endpoint: str = "", silence: float = 60.0, ranks: Mapping[str, str] = RANKS) -> Iterator[Bench]:
     """A listening server, by default on a Unix socket in `folder`; everything is closed at the end."""
-    run = f"t{secrets.token_hex(6)}"  # another suite may run on this machine, with the same tests
+    run = f"t{secrets.token_hex(6)}"  # the same tests may run twice on this machine
     keys = Keys.make(run, endpoint or ipc_endpoint(folder), ["local", "b"])
     with ExitStack() as stack:
         server = Server(keys.server, ranks, silence)
@@ -125,7 +125,7 @@ def bench(folder: Path, endpoint: str = "", silence: float = 60.0, ranks: Mappin
 
 
 def mutated(chance: random.Random, seeds: Sequence[bytes]) -> bytes:
-    """Some frame with some of its bytes changed, cut out, repeated, or replaced by another frame's."""
+    """Return one of the frames with some bytes changed, cut out, repeated, or replaced by another frame's."""
     data = bytearray(chance.choice(seeds))
     for _ in range(int(1 / (chance.random() + 0.1))):
         at, length = int(chance.random() * len(data)), int(1 / (chance.random() + 0.02))
@@ -143,6 +143,6 @@ def mutated(chance: random.Random, seeds: Sequence[bytes]) -> bytes:
 
 
 def stranger(join: Join) -> Join:
-    """The same door, and another key."""
+    """The same endpoint with another key."""
     other = Keys.make("run1", "tcp://127.0.0.1:0", ["local"]).hosts["local"]
     return replace(join, public=other.public, secret=other.secret)

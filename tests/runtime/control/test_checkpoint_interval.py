@@ -1,4 +1,4 @@
-"""When a checkpoint is due: by updates, or so seldom that checkpoints cost at most a share of the time."""
+"""When a checkpoint is due: every n updates, or rarely enough that checkpoints cost at most a share of the time."""
 
 import pytest
 
@@ -10,7 +10,7 @@ def test_updates_are_counted_where_a_number_is_given() -> None:
     assert not interval.due(6, False, 1e9)
     assert interval.due(7, False, 0.0)
     interval.asked(7, 0.0)
-    interval.began(8, 1.0)  # an update was under way
+    interval.began(8, 1.0)  # an update was in progress
     assert not interval.due(10, False, 1e9)
     assert interval.due(11, True, 1.0)
 
@@ -29,7 +29,7 @@ def test_checkpoints_by_time_cost_at_most_their_share(copy_s: float, write_s: fl
         for rank in (0.5, 1.0):
             interval.wrote(rank * write_s)
         cost, began = cost + copy_s + write_s, began or now
-    # The first one is made before anything is known.
+    # The first checkpoint is made before any cost is known.
     assert cost - copy_s - write_s <= SHARE * (now - began) + 1e-9
     assert now - began >= 9 * SHORTEST_S
 

@@ -1,4 +1,4 @@
-"""Agents that nobody has named beforehand get a slot for a ticket, and nobody else does. Real sockets on loopback."""
+"""Agents with a ticket get a slot without being named beforehand, and nobody else does. Sockets are real (loopback)."""
 
 import os
 import socket
@@ -41,13 +41,13 @@ from penstock.runtime.control.signals import FAILED, PREEMPTED
 
 pytestmark = pytest.mark.timeout(120)
 BIND = "127.0.0.1:0"
-# Seconds that a test waits for what it expects.
+# Seconds that a test waits for an expected event.
 PATIENCE_S = 60.0
 
 
 @dataclass
 class Office:
-    """A desk in a folder, and agents that enrol there, each in a thread."""
+    """A desk in a folder, and agents that enrol there, one thread each."""
 
     desk: Desk
     folder: Path
@@ -63,7 +63,7 @@ class Office:
         return self.pool.submit(enrol, ticket or self.ticket, folder, "", lambda text: None)
 
     def wait(self, count: int, *clients: DeskClient, seconds: float = PATIENCE_S, reached: str = "") -> list[str]:
-        """The names of the slots; meanwhile these clients say what they have `reached`."""
+        """Return the names of the slots; meanwhile the given clients answer probes with `reached`."""
         waited = self.pool.submit(self.desk.wait, count, seconds, list, self.said.append)
         while not waited.done():
             time.sleep(0.02)
@@ -74,7 +74,7 @@ class Office:
         return [host.name for host in self.desk.cluster("127.0.0.1:0").hosts]
 
     def begin(self, *slots: str) -> dict[str, Join]:
-        """The run begins: every slot gets its `Join`."""
+        """Begin the run: every slot gets its `Join`."""
         keys = Keys.make("run1", "tcp://127.0.0.1:0", slots)
         joins = {slot: keys.join(slot, self.controller, self.folder) for slot in slots}
         for slot, join in joins.items():
@@ -82,7 +82,7 @@ class Office:
         return joins
 
     def heard(self, text: str) -> None:
-        """Until the user is told something with this text in it."""
+        """Wait until the user is told a text that contains `text`."""
 
         def told() -> bool:
             self.said += self.desk.news()
@@ -100,7 +100,7 @@ def until(true: Callable[[], bool]) -> None:
 
 @contextmanager
 def unheard(port: int = 0) -> Iterator[int]:
-    """A port, this one if it is given, at which nobody listens, and which no test beside this one gets meanwhile."""
+    """A port (this one if given) on which nobody listens, and which no concurrent test can get."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", port))
         yield held.getsockname()[1]
@@ -135,7 +135,7 @@ def client(ticket: Ticket) -> Iterator[DeskClient]:
 
 
 def answer(one: DeskClient, message: FromAgent | None = None) -> FromDesk:
-    """The next answer of the desk, to a message if one is given."""
+    """Return the desk's next message, after sending `message` if one is given."""
     if message is not None:
         one.send(message)
     found: list[FromDesk] = []
@@ -153,13 +153,13 @@ def facts(ticket: Ticket, **changed: object) -> Enrol:
 
 
 def come(one: DeskClient, ticket: Ticket, **changed: object) -> None:
-    """Enrol, and have found the folder."""
+    """Enrol, and report the shared folder as found."""
     assert isinstance(answer(one, facts(ticket, **changed)), Welcome)
     one.send(Found(shared=True))
 
 
 def ready(office: Office) -> int:
-    """How many agents have come and found the folder."""
+    """The number of agents that have enrolled and found the folder."""
     return sum(bool(one.ready) for one in list(office.desk._applicants.values()))
 
 
@@ -224,7 +224,7 @@ def test_a_wrong_token_is_refused_and_told(office: Office, tmp_path: Path) -> No
         office.agent(wrong).result(PATIENCE_S)
     office.heard("a token that is not this run's")
     assert office.desk.counts["refused"] == 1
-    # Nothing of a stranger's has been kept: the next one gets the only slot.
+    # Nothing of the stranger is kept: the next agent gets the only slot.
     agent = office.agent()
     office.begin(*office.wait(1))
     assert agent.result(PATIENCE_S).run == "run1"
@@ -252,7 +252,7 @@ def test_an_old_ticket_and_that_of_another_run_are_refused(
 
 
 def test_an_agent_that_has_an_old_ticket_takes_the_new_one_that_takes_its_place(tmp_path: Path) -> None:
-    """The launcher of a job that was killed has left its ticket, and the one that follows is about to replace it."""
+    """A killed launcher has left its ticket, and its successor is about to replace it."""
     with opened(tmp_path / "old") as old:
         port = old.desk.ticket.endpoint.rpartition(":")[2]
         stale = old.desk.ticket
@@ -268,7 +268,7 @@ def test_an_agent_that_has_an_old_ticket_takes_the_new_one_that_takes_its_place(
 
 
 def test_an_old_ticket_of_a_dead_desk_is_read_again_when_another_takes_its_place(office: Office) -> None:
-    """The launcher that was killed has left its ticket, and nothing listens there any more."""
+    """A killed launcher has left its ticket, and nothing listens at that address any more."""
     current = office.desk.ticket
     office.ticket.unlink()
     with unheard() as port:
@@ -361,7 +361,7 @@ def test_an_agent_without_a_desk_ends_after_its_own_wait_and_with_75_if_it_is_to
 def test_a_desk_whose_name_is_not_known_is_waited_for_as_one_that_does_not_listen(
     office: Office, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requeue: bool, status: int
 ) -> None:
-    """A cluster makes the name of the launcher's Pod with that Pod."""
+    """In a cluster, the name of the launcher's Pod exists only once the Pod does."""
     known: list[str] = []
 
     def look_up(name: str, *_: object, **__: object) -> list[object]:
@@ -390,7 +390,7 @@ def test_an_agent_whose_desk_falls_silent_ends_with_75_if_it_is_to_be_started_ag
     assert agent.result(PATIENCE_S) == PREEMPTED
 
 
-# What has to be the same, and what has to be shared.
+# What must be equal on all hosts, and what they must share.
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_an_agent_whose_desk_falls_silent_ends_with_75_if_it_is_to_be_started_ag
     [
         ({"torch": "1.0.0"}, "given torch 1.0.0, needed "),
         ({"python": "2.7"}, "given Python 2.7, needed "),
-        # Further off than the tests may take until they come to it.
+        # Further off than the time that the tests may take to get here.
         ({"clock": time.time() + 1e6}, "given a clock that is "),
     ],
 )
@@ -449,16 +449,16 @@ def test_a_folder_that_is_not_shared_is_found_when_an_agent_enrols(
     office.desk.ticket.write(ticket)
     if there == "no folder":
         office.folder.rename(tmp_path / "elsewhere")
-    elif there == "one that is read-only here":  # root may write to any other
+    elif there == "one that is read-only here":  # root may write to any other folder
         monkeypatch.setattr(os, "access", lambda *_: False)
-    else:  # one of the same name with another content
+    else:  # a folder of the same name with other content
         (office.folder / SHARED).write_text("0" * 32)
     with pytest.raises(NoSlot, match=r"needed a file system that the hosts share, or .*--folder"):
         office.agent(ticket).result(PATIENCE_S)
     office.heard("needed a file system that the hosts share")
 
 
-# Who comes, and who does not.
+# Agents that come, and agents that do not.
 
 
 def test_slots_are_in_the_order_of_the_managers_numbers_and_their_names_differ(office: Office) -> None:
@@ -599,7 +599,7 @@ def test_a_desk_that_fails_says_so_at_once_and_blames_no_agent(office: Office, m
 
 
 def test_a_run_that_goes_on_by_itself_does_with_fewer_agents_after_a_while_if_it_can(office: Office) -> None:
-    """What their managers tell of others does not end it then, but is handed on, and these find free slots."""
+    """Managers' reports of other agents' ends are passed on then and do not end it; late agents find free slots."""
     ticket = office.desk.ticket
     with client(ticket) as one, client(ticket) as two:
         come(one, ticket, hostname="a")
@@ -635,7 +635,7 @@ def test_an_agent_that_left_before_the_run_began_is_replaced_by_the_next(
     with client(office.desk.ticket) as one:
         come(one, office.desk.ticket)
         (slot,) = office.wait(1, one)
-    monkeypatch.setattr(desk, "SILENCE_S", 0.5)  # not before it has its slot, however long that takes
+    monkeypatch.setattr(desk, "SILENCE_S", 0.5)  # only now: an agent may need longer to get its slot
     office.desk._wake()
     office.heard("has left: no heartbeat")
     assert office.desk.vacant() == [slot]
@@ -661,13 +661,13 @@ def test_an_agent_that_is_started_again_gets_the_slot_of_its_host_and_the_same_j
         found = answer(again)
     assert isinstance(found, Admitted)
     assert found.slot == "b"
-    # Its ranks listen where it is now.
+    # Its ranks listen at its new address.
     assert msgspec.json.decode(found.join, type=Join) == replace(joins["b"], address="127.0.0.2", life=1)
     assert office.desk.vacant() == ["a"]
 
 
 def test_a_slot_is_for_agents_with_all_that_the_plan_knows_of_it_and_no_more(office: Office) -> None:
-    """Many cores stand for no GPU, and what one agent had beyond the plan, the next one may lack."""
+    """Many cores do not replace a GPU. What the first agent had beyond the plan, later ones may lack."""
     ticket = office.desk.ticket
 
     def comes(cores: int, gpus: int) -> DeskClient:
@@ -691,13 +691,13 @@ def test_a_slot_is_for_agents_with_all_that_the_plan_knows_of_it_and_no_more(off
         leaves(larger)
         assert isinstance(answer(comes(4, 1)), Admitted)
         assert office.desk.vacant() == []
-    # An agent with another name than its slot's host is told of by both.
+    # If an agent's host name differs from its slot's, the user is told both.
     office.heard(f"host {slot}")
     assert any("8-2" in said and f"host {slot}" in said for said in office.said)
 
 
 def test_a_slot_of_a_run_that_is_planned_is_for_agents_with_what_its_ranks_need(office: Office) -> None:
-    """The agent that the plan was made with has more than the ranks that it was given."""
+    """The agent with which the plan was made has more than its ranks need."""
     ticket = office.desk.ticket
     with client(ticket) as first, client(ticket) as other, client(ticket) as another:
         come(first, ticket, hostname="a", cores=64, gpus=8)
@@ -716,8 +716,8 @@ def test_a_slot_of_a_run_that_is_planned_is_for_agents_with_what_its_ranks_need(
 
 
 def test_an_end_that_is_told_of_twice_is_not_taken_for_that_of_the_next_agent(office: Office) -> None:
-    """Its controller has missed it, or the desk has; its manager tells of it when another one has the slot. The next
-    thing that the manager tells is of that one."""
+    """The controller or the desk missed a life's end, and the manager reports it when the next agent has the slot. The
+    manager's report after that is of the next agent."""
     ticket = office.desk.ticket
     with ExitStack() as stack:
         life, slot = -1, ""
@@ -780,17 +780,17 @@ def test_whoever_waits_at_the_end_is_told_how_the_run_ended(tmp_path: Path, over
         with pytest.raises(NoSlot, match="the run has ended") as raised:
             agent.result(PATIENCE_S)
         assert raised.value.status == (0 if over else 1)
-        # It is closed once more by `opened`, which has to find nothing.
+        # `opened` closes the desk once more, and needs one.
         office.desk = Desk(DeskKeys.make("x"), BIND, tmp_path)
 
 
-# Between two lives of a run that goes on by itself.
+# Between two lives of a run that restarts by itself.
 
 
 def test_whoever_comes_after_the_controller_has_ended_waits_for_the_next_desk(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither is one given a free slot of the run that has ended, nor refused, however long the run takes to end."""
+    """It is neither given a free slot of the run that has ended nor refused, however long the run takes to end."""
     monkeypatch.setattr(desk, "NO_SLOT_S", 0.1)
     ticket = office.desk.ticket
     with client(ticket) as one, client(ticket) as two:
@@ -805,7 +805,7 @@ def test_whoever_comes_after_the_controller_has_ended_waits_for_the_next_desk(
         come(two, ticket, hostname="a")
         office.heard("has come")
         time.sleep(0.5)
-        # Whatever it was told before its sign of life has been answered.
+        # Messages sent before the heartbeat have been answered now.
         assert isinstance(answer(two, Present()), Present)
         assert office.desk.counts["refused"] == 0
         office.desk.close(again=True)
@@ -816,13 +816,13 @@ def test_whoever_comes_after_the_controller_has_ended_waits_for_the_next_desk(
 
 
 def test_an_agent_enrols_again_where_it_is_given_a_slot_of_the_run_that_it_has_left(office: Office) -> None:
-    """Its controller has said goodbye and is about to end: the slot is of no use, and the next run has one."""
+    """The agent's controller has said goodbye and is about to end: the slot is useless, and the next run has one."""
     agent = office.pool.submit(enrol, office.ticket, None, "", lambda text: None, "run1")
     slots = office.wait(1)
     office.desk.reserve(1)
     vacant = office.desk.vacant()
     office.begin(*slots, *vacant)
-    # As any agent that has come, it is given each slot that is free.
+    # Like any agent, it is offered each free slot.
     until(lambda: not office.desk.vacant() and bool(office.desk._applicants))
     assert not agent.done()
     assert office.desk.losses() == []
@@ -840,7 +840,7 @@ def test_an_agent_enrols_again_where_it_is_given_a_slot_of_the_run_that_it_has_l
 
 @contextmanager
 def raw(ticket: Ticket, identity: bytes) -> Iterator["zmq.Socket[bytes]"]:
-    """A client that chooses its identity, and says whatever it is told to."""
+    """A client that chooses its identity, and sends any frame."""
     pair = KeyPair.make()
     with zmq.Context() as context, context.socket(zmq.DEALER) as one:
         one.setsockopt(zmq.LINGER, 2000)
@@ -862,13 +862,13 @@ def test_nobody_is_heard_before_the_token_and_nobody_takes_another_agents_place(
         assert isinstance(enrolment.read_at_agent(one.recv()), Welcome)
 
     def dropped() -> bool:
-        # libzmq leaves out whoever comes before it knows that the first is gone: that one has to come again.
+        # libzmq ignores a new client of this identity until it knows that the first is gone: that one must try again.
         with raw(ticket, b"a") as other:
             other.send(pack_for_desk(Found(shared=True)))
             time.sleep(0.3)
         return counts["dropped"] > 4
 
-    # Its connection is broken, and another client says that it is the one: with its own key it is not.
+    # The connection is broken, and another client takes its identity: its key differs, so that it is not believed.
     until(dropped)
     assert [one.ready for one in office.desk._applicants.values()] == [0]
 
@@ -902,7 +902,7 @@ def test_where_no_desk_listens_the_connection_is_named(tmp_path: Path) -> None:
             enrol(tmp_path / "ticket.json", None, "", lambda text: None, wait=1.0)
 
 
-# Names of hosts.
+# Host names.
 
 
 def test_a_host_name_is_looked_up_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

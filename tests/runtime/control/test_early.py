@@ -1,4 +1,4 @@
-"""Processes that are started before there is a run become those of the run, or end."""
+"""Processes started before a run exists are used by the run, or end."""
 
 import json
 import os
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 CONTROLLER, AGENT = (str(HERE / "fake_controller.py"),), (str(HERE / "fake_agent.py"),)
 LOCAL = Cluster(hosts=(Host(name="local", cores=1),))
 FORKS = 3
-"""The controller, the agent, and what forks the ranks."""
+"""The controller, the agent, and the fork server."""
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def words(pid: int) -> str:
 
 
 def ended(pid: int) -> bool:
-    """Nobody has waited for it yet, perhaps."""
+    """True also if its parent has not waited for it yet."""
     try:
         return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -55,7 +55,7 @@ def ended(pid: int) -> bool:
 
 
 def launched(early: Early, folder: Path, cluster: Cluster = LOCAL) -> list[dict[str, Any]]:
-    """What a run says that is done; nothing is left of it."""
+    """Return the lines of a run that succeeds and leaves no process."""
     lines: list[dict[str, Any]] = []
     launcher = Launcher(
         folder, early.run, cluster, lines.append, grace=60.0, controller=CONTROLLER, agent=AGENT, early=early
@@ -66,20 +66,20 @@ def launched(early: Early, folder: Path, cluster: Cluster = LOCAL) -> list[dict[
 
 
 def ready(lines: list[dict[str, Any]]) -> set[int]:
-    """The controller's pid and those of agents and ranks."""
+    """Return the pids of the controller, the agents and the ranks."""
     (said,) = (line for line in lines if line["kind"] == "ready")
     return {said["controller"], *said["pids"].values()}
 
 
 def test_a_run_takes_the_processes_that_wait_for_it(early: Early, tmp_path: Path) -> None:
     waiting = begun(early)
-    assert len(ready(launched(early, tmp_path)) & set(waiting)) == 2  # the third one is the ranks' parent
+    assert len(ready(launched(early, tmp_path)) & set(waiting)) == 2  # the third one is the fork server
     assert "said by an early agent" in (tmp_path / "logs" / "agent-local.err").read_text()
     assert "said by a rank" in (tmp_path / "logs" / "local-pool-0-0.err").read_text()
 
 
 def asked(early: Early, word: str, seconds: float, stdout: Path) -> tuple[int | None, dict[str, Any]]:
-    """The status of a process that is forked before there is a run, and what it has written. Its stdout is a file."""
+    """Return the exit status and output of a process forked before there is a run; its stdout is a file."""
     own = os.dup(1)
     with stdout.open("w") as file, os.fdopen(os.memfd_create("paper"), "r+") as paper:
         os.dup2(file.fileno(), 1)
@@ -97,7 +97,7 @@ def test_what_forks_ranks_forks_what_is_asked_for_before_a_run(early: Early, tmp
     begun(early)
     status, found = asked(early, "a word", 60.0, tmp_path / "stdout")
     assert (status, (tmp_path / "stdout").read_text()) == (7, "a word\n")
-    assert found["environment"] == {**os.environ, RUN: early.run}  # by which what it starts is found
+    assert found["environment"] == {**os.environ, RUN: early.run}  # the variable by which its children are found
     assert "fake_rank.py" in words(found["parent"])
     assert ready(launched(early, tmp_path))
 
@@ -124,7 +124,7 @@ def test_a_child_of_a_command_is_forked_by_what_forks_ranks(early: Early) -> Non
 def test_a_child_whose_forker_dies_with_it_is_started_with_the_same_question(
     early: Early, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has read the question by then."""
+    """The child has read its question when the fork server dies."""
     (tmp_path / "deadly.py").write_text(
         "import os, signal\n"
         "def answer(file, word):\n"
@@ -144,7 +144,7 @@ def test_a_child_whose_forker_dies_with_it_is_started_with_the_same_question(
 def test_what_a_child_has_started_ends_with_those_that_nobody_takes(early: Early) -> None:
     early.begin([])
     ask_child("os:system", "sleep 1000 &", what="X", early=lambda: early)
-    # The shell that has begun it ends at once: it may be about to become another program, without an environment.
+    # The shell that starts it ends at once. The child may be in the middle of exec, where it shows no environment.
     until(lambda: any(words(pid).startswith("sleep") for pid in processes_of(early.run)))
     early.close()
     assert processes_of(early.run) == []
@@ -178,7 +178,7 @@ def test_those_that_have_ended_are_started_again(early: Early, tmp_path: Path) -
 
 def test_what_was_to_fork_ranks_and_has_ended_is_started_again(early: Early, tmp_path: Path) -> None:
     begun(early)
-    # A process that has just been forked shows its parent's words.
+    # A process just forked still shows its parent's command line.
     (forks,) = until(lambda: [pid for pid in processes_of(early.run) if "fake_rank.py" in words(pid)])
     os.kill(forks, signal.SIGKILL)
     until(lambda: ended(forks))

@@ -1,5 +1,5 @@
-"""Replicas of generators and scorers that die in the middle of a run: it goes on, their groups begin again, and they
-are started again.
+"""Replicas of generators and scorers that die during a run: the run continues, their groups start again, and the
+replicas are restarted.
 """
 
 import os
@@ -53,24 +53,24 @@ PINNED: dict[str, Any] = {"batch": BATCH, "versions": "pinned", "lost_replica": 
 
 
 def comings(folder: Path) -> list[tuple[str, str]]:
-    """Who came and went, as the summary has it."""
+    """The events of replicas that left or joined, from the summary."""
     return [(one["replica"], one["event"]) for one in summary(folder).get("replicas", [])]
 
 
 def undisturbed(path: Path, program: str, options: Mapping[str, Any], updates: int) -> Mapping[str, Tensor]:
-    """The end of a run in which nothing can be lost: in one process."""
+    """Return the end state of a run in one process, where no replica can be lost."""
     flags = toy_flags(updates=updates, batch=BATCH, versions="pinned")
     return final_state(run_here(make_run(path, program, options, flags, generators=2)), updates)
 
 
 def kill(running: Running, replica: str, rank: int = 0) -> None:
-    """SIGKILL to a rank of a replica."""
+    """Send SIGKILL to a rank of a replica."""
     (pid,) = running.pids(lambda process: process.name() == f"{replica}.{rank}")
     os.kill(pid, signal.SIGKILL)
 
 
 def until_again(running: Running, replica: str, times: int, where: str = " rank 0") -> None:
-    """Until a replica that was lost has come so often."""
+    """Wait until a lost replica has rejoined this many times."""
 
     def came(line: Line) -> bool:
         return line.get("kind") == "note" and line["text"] == f"{replica}{where} has rejoined"
@@ -88,7 +88,7 @@ def assert_as_if_nothing_had_happened(folder: Path, updates: int, bits: Mapping[
 def test_a_generator_killed_in_mid_response_comes_again_and_the_run_has_the_bits_of_one_that_was_left_alone(
     tmp_path: Path,
 ) -> None:
-    """Its groups need the versions that they had, while the other generator has newer ones."""
+    """Its groups need the versions that they started with, while the other generator has newer ones."""
     updates, slow = 12, {"lag": LAG, **delays(generate=200.0, update=20.0)}
     folder = make_run(tmp_path / "r", "toy", slow, toy_flags(updates=updates, **PINNED), generators=2)
     with Running(folder) as running:
@@ -108,7 +108,7 @@ def test_a_generator_killed_in_mid_response_comes_again_and_the_run_has_the_bits
 def test_a_generator_killed_in_mid_sync_leaves_the_trainer_at_work_and_gets_all_weights_when_it_comes_again(
     tmp_path: Path, way: str, generators: int
 ) -> None:
-    """Half of a version is through when it dies, into shared memory or as messages."""
+    """It dies when half of a version has been transferred, through shared memory or as messages."""
     mark, updates = tmp_path / "half", 8
     options = {"lag": LAG, "way": way}
     flags = toy_flags(updates=updates, **PINNED)
@@ -124,7 +124,7 @@ def test_a_generator_killed_in_mid_sync_leaves_the_trainer_at_work_and_gets_all_
 
 @pytest.mark.slow
 def test_the_only_generator_killed_at_lag_0_and_at_a_checkpoint_comes_again(tmp_path: Path) -> None:
-    """It has two ranks, which decode together: with one of them both are lost, and both come again."""
+    """It has two ranks that decode together: if one dies, both are lost, and both are restarted."""
     updates, options = 10, {"lag": 0, **delays(generate=60.0, update=5.0)}
     flags = toy_flags(updates=updates, checkpoint_every=1, **PINNED)
     folder = make_run(tmp_path / "r", "toy", options, flags, meshes=("generator=tp2",))
@@ -160,7 +160,7 @@ THREE = Cluster(
 
 @contextmanager
 def agent_of(running: Running, host: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """An agent that somebody starts for a host of the cluster file, ended afterwards."""
+    """Start an agent for a host of the cluster file, and end it afterwards."""
     line = running.until_line(lambda line: line.get("host") == host, f"the agent of host {host} was asked for")
     command = [sys.executable, "-m", "penstock.runtime.cli.main", "agent", line["join"]]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -173,7 +173,7 @@ def agent_of(running: Running, host: str) -> Iterator["subprocess.Popen[bytes]"]
 
 @pytest.mark.slow
 def test_a_host_may_come_late_leave_and_come_back(tmp_path: Path) -> None:
-    """A range of generators: the run begins with one, and takes a second one whenever its host's agent is there."""
+    """With a range of generators, the run begins with one, and uses a second one while its host's agent is there."""
     options = {"lag": LAG, **delays(generate=100.0, update=20.0)}
     flags = toy_flags(updates=ENDLESS, first_generators=1, grace=60.0, **PINNED)
     folder = make_run(tmp_path / "r", "toy", options, flags, generators=2, cluster=THREE)
@@ -201,8 +201,8 @@ def test_a_host_may_come_late_leave_and_come_back(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_update_that_is_about_to_read_what_a_dead_host_has_gives_its_groups_back(tmp_path: Path) -> None:
-    """While it makes others. The trainer has two ranks, of which each reads a half: none of them begins. Whether it is
-    the read that fails or the weights' way to the host is a matter of moments, and no bit depends on it."""
+    """Meanwhile another update is running. The trainer's two ranks read half a batch each: neither starts. Either the
+    read or the weight sync to the dead host fails first; no bit depends on which."""
     updates, options = 12, {"lag": LAG, **delays(generate=20.0, update=300.0)}
     flags = toy_flags(updates=updates, **{**PINNED, "deadline": 12.0})
     meshes = ("trainer=dp2",)
@@ -233,7 +233,7 @@ def test_what_cannot_be_lost_is_refused_by_name() -> None:
 
 @contextmanager
 def enrolled(ticket: Path, home: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """An agent with a ticket, ended afterwards."""
+    """Start an agent with a ticket, and end it afterwards."""
     command = [sys.executable, "-m", "penstock.runtime.cli.main", "agent", "--ticket", str(ticket)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True, cwd=home)
     try:
@@ -245,7 +245,7 @@ def enrolled(ticket: Path, home: Path) -> Iterator["subprocess.Popen[bytes]"]:
 
 @pytest.mark.slow
 def test_an_agent_with_a_ticket_that_comes_late_takes_a_free_slot_and_so_does_the_one_after_it(tmp_path: Path) -> None:
-    """The run needs two agents to begin, and has a slot for a third, which comes, is taken away, and is replaced."""
+    """The run needs two agents to begin, and has a slot for a third. The third joins, is ended, and is replaced."""
     folder, ms = tmp_path / "r", {"generate": "300", "score": "0", "update": "20", "sync": "0"}
     command = [sys.executable, "-m", "penstock.runtime.cli.main", "run", "toy", "--lag", str(LAG), "--plain", "--seed"]
     command += ["0", "--batch", str(BATCH), "--slots", "16", "--updates", str(ENDLESS), "--versions", "pinned"]
@@ -298,7 +298,7 @@ def test_an_agent_with_a_ticket_that_comes_late_takes_a_free_slot_and_so_does_th
     assert_as_if_nothing_had_happened(folder, updates, bits)
 
 
-# The process that has forked all ranks of host b.
+# The fork server of host b, which forked all its ranks.
 FORKS = "forks"
 
 
@@ -312,12 +312,12 @@ def of_name(process: psutil.Process, name: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif("PENSTOCK_KILLS" not in os.environ, reason="a search: PENSTOCK_KILLS says how many are killed")
 def test_ranks_that_are_killed_at_random_times_change_no_bit(tmp_path: Path) -> None:
-    """What and when is drawn by the seed, PENSTOCK_SEED."""
+    """PENSTOCK_SEED determines which processes are killed, and when."""
     kills, seed = int(os.environ["PENSTOCK_KILLS"]), int(os.environ.get("PENSTOCK_SEED", "0"))
     rng, updates, meshes = Random(seed), 12 * kills, ("generator=tp2",) * (seed % 2)
     options = {"lag": LAG, **delays(generate=40.0, score=5.0, update=60.0)}
     flags = toy_flags(updates=updates, checkpoint_every=4, **PINNED)
-    # The generators on a host of another name: what they have goes with them, and is not left in memory.
+    # The generators are on another host name: their values are lost with them, not kept in shared memory.
     folder = make_run(tmp_path / "r", "toy", options, flags, generators=2, cluster=TWO_NAMES, meshes=meshes)
     ranks = [f"{replica}.{rank}" for replica in ("generator/0", "generator/1") for rank in range(1 + len(meshes))]
     with Running(folder) as running:
@@ -326,7 +326,7 @@ def test_ranks_that_are_killed_at_random_times_change_no_bit(tmp_path: Path) -> 
             running.until_update(min(updates - 1, rng.randrange(10 * number, 10 * number + 10)))
             sleep(rng.uniform(0.0, 0.2))
             name = rng.choice([*ranks, "scorer/0.0", FORKS])
-            # One that has just been killed may not be there yet, or not have got ready: then it ends once more.
+            # A rank killed just before may not exist again, or not be ready yet; then it dies once more.
             for pid in running.pids(lambda process: of_name(process, name)):  # noqa: B023 - called here
                 os.kill(pid, signal.SIGKILL)
         assert running.wait() == 0, running.errors

@@ -1,4 +1,4 @@
-"""Of several failures of a run, the one that explains the others is said."""
+"""Which of several failures a run reports as its cause, and how an exception is described."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -59,7 +59,7 @@ from tests.gates.running import make_run
 
 from .sockets import Bench, until
 
-# Of several failures of a run, the one that explains the others is said.
+# Of several failures, the verdict is the one that explains the others.
 
 
 SINCE, BEFORE, LATER = 100.0, 99.9, 100.1
@@ -83,7 +83,7 @@ def test_a_held_failure_waits_a_moment_for_a_better_cause() -> None:
 def test_a_held_failure_waits_for_the_next_heartbeat_of_all_agents_and_not_for_ever() -> None:
     held, heard = verdict(TRANSFER), {"agent:a": LATER, "agent:b": BEFORE}
     assert held.final(SINCE + DOUBT_S, heard.__getitem__) is None
-    assert DOUBT_S > SILENCE  # a host that went away is found to be silent before
+    assert DOUBT_S > SILENCE  # the silence of a lost host is detected earlier
     assert held.final(SINCE + DOUBT_S + 0.1, heard.__getitem__) == TRANSFER
     heard["agent:b"] = LATER
     assert held.final(SINCE + HELD_S, heard.__getitem__) is None
@@ -163,7 +163,7 @@ def test_an_order_that_is_too_large_is_named_with_its_node_and_its_groups() -> N
     assert [part for part in named if part not in failure.text] == []
 
 
-# Which of several pieces of bad news a controller takes for the reason of a run's end.
+# Which of several bad messages a controller takes as the cause of the run's end.
 
 
 pytestmark = pytest.mark.timeout(300)
@@ -185,7 +185,7 @@ def hear(controller: Controller, enough: Callable[[], object]) -> None:
 
 
 def ended_by(controller: Controller) -> tuple[str, str]:
-    """What ends the run, of what is heard within the deadline: its code and what is said."""
+    """Return the failure that ends the run within the deadline: its code and its text."""
     hear(controller, lambda: not controller.session.running)
     ended_by = controller.session.failure
     assert ended_by is not None
@@ -195,7 +195,7 @@ def ended_by(controller: Controller) -> tuple[str, str]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is held waits for the better cause, however late that comes."""
+    """Held failures wait for a better cause as long as the test needs."""
     monkeypatch.setattr("penstock.runtime.control.failure.HELD_S", 60.0)
     monkeypatch.setattr("penstock.runtime.control.failure.DOUBT_S", 60.0)
 
@@ -257,7 +257,7 @@ def test_a_death_that_is_heard_after_a_broken_transfer_is_said(b: Bench, control
 def test_a_death_that_is_heard_after_the_whole_machine_has_stood_still_is_said(
     b: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, several: bool
 ) -> None:
-    """It was not to be heard meanwhile. A rank that computes with others is doubted for longer."""
+    """It could not be heard during the stop. A failure of a rank that computes with others is held longer."""
     flags, meshes = RunOptions(lost_replica="replace"), ["generator=tp2"] * several
     run = RunFolder.open(make_run(tmp_path / "run", "toy", {}, flags, meshes=meshes))
     config = RunConfig.load(run)
@@ -370,7 +370,7 @@ def test_a_second_ready_of_a_rank_changes_nothing(b: Bench, controller: Controll
         ({}, {}, set()),
         ({"generate": "generator/0"}, {"generate": 1}, {"generator/0"}),
         ({"generate": "generator/1"}, {"generate": 1}, {"generator/1"}),
-        # It may have been lost since its value was read, and have been away when the checkpoint was made.
+        # The generator may have been lost after its value was read, and absent when the checkpoint was made.
         ({"generate": "generator/1", "score": "scorer/0"}, {"generate": 0, "score": 1}, {"scorer/0"}),
     ],
 )
@@ -407,7 +407,7 @@ def test_a_late_replica_that_ends_before_it_is_ready_ends_whole_and_is_started_a
     ranks = [(replica.name, index) for replica in config.plan.replicas for index in range(len(replica.ranks))]
 
     def told(number: int) -> list[Message]:
-        """So many messages of the controller to its agent about the late one."""
+        """Wait for this many messages from the controller to the agent about the late replica, and return them."""
 
         def look() -> bool:
             said.extend(m for m in agent.receive(0.0) if isinstance(m, Launch | End) and m.replica == late)
@@ -430,15 +430,15 @@ def test_a_late_replica_that_ends_before_it_is_ready_ends_whole_and_is_started_a
     agent.close()
 
 
-# What is said of an exception: where it was raised, unless the library refuses what it was given.
+# How an exception is described: with its traceback, unless the library refuses its input.
 
 
 REFUSED = Rewards(torch.tensor([1.0]))
-"""A group of one."""
+"""A group of one response."""
 
 
 def caught(call: Callable[[], Any], within: int = 0) -> Exception:
-    """What a call raises, without so many frames of the caller, as the executor that called it would see it."""
+    """Return what a call raises, without the caller's outermost `within` frames: as the executor would see it."""
     with pytest.raises(Exception) as found:  # noqa: PT011
         call()
     for _ in range(within):

@@ -1,4 +1,4 @@
-"""A run ends with the right status however it ends, says who died, and leaves nothing behind."""
+"""However a run ends, its exit status is right, it says who died, and it leaves nothing behind."""
 
 import errno
 import json
@@ -35,7 +35,7 @@ Line = dict[str, Any]
 
 
 class Run:
-    """One launched run of fakes; `when` maps a line's type to what is done on hearing it."""
+    """A launched run of fakes; `when` maps a line's kind to a function called with each such line."""
 
     def __init__(
         self, folder: Path, mode: str, cluster: Cluster = LOCAL, grace: float = 60.0, **environment: str
@@ -70,13 +70,13 @@ def assert_nothing_is_left(folder: Path, run: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process may stand still for seconds: no test meets these deadlines but one that shortens them."""
+    """A process may be suspended for seconds: only tests that shorten these deadlines may meet them."""
     monkeypatch.setattr(launcher_module, "LOST_S", 60.0)
     monkeypatch.setattr(signals, "ONE_SIGNAL_S", 60.0)
 
 
 def signalling(number: int, times: int = 1) -> Callable[[Line], None]:
-    """Sends a signal to the launcher."""
+    """Send a signal to the launcher."""
 
     def act(line: Line) -> None:
         for _ in range(times):
@@ -89,7 +89,7 @@ interrupt = signalling(signal.SIGINT)
 
 
 def killing(name: str, number: int = signal.SIGKILL) -> Callable[[Line], None]:
-    """Sends a signal to the controller, to an agent or to a rank."""
+    """Send a signal to the controller, an agent or a rank."""
     return lambda line: os.kill(line["controller"] if name == "controller" else line["pids"][name], number)
 
 
@@ -113,7 +113,7 @@ def test_ctrl_c_asks_the_controller_to_stop_and_ends_with_130(tmp_path: Path) ->
 
 @pytest.fixture
 def written_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A run whose grace is over while its controller writes a checkpoint."""
+    """A run whose grace period ends while its controller writes a checkpoint."""
     run, later = Run(tmp_path, "writing"), 0.0
 
     def over_the_grace(line: Line) -> None:
@@ -179,7 +179,7 @@ def test_the_user_who_was_first_is_not_taken_for_an_engine(tmp_path: Path) -> No
 
 
 def test_an_engine_that_signals_all_processes_of_a_host_ends_none_of_them_before_its_time(tmp_path: Path) -> None:
-    """But for ranks, which are fakes here: the controller lives on."""
+    """Except ranks, which are fakes here. The controller survives."""
     run = Run(tmp_path, "wait")
 
     def all_at_once(line: Line) -> None:
@@ -205,13 +205,13 @@ def test_ctrl_c_is_heard_while_the_controller_never_stops_talking(tmp_path: Path
 
 
 def test_a_controller_that_is_held_up_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is by a file system that does not answer; and it goes on when it can."""
+    """As by a file system that does not answer. It continues when it can."""
     run, pids = Run(tmp_path, "wait"), list[int]()
 
     def stop(line: Line) -> None:
         pids.append(line["controller"])
         os.kill(pids[0], signal.SIGSTOP)
-        until_it_stands(pids[0])  # or what is told of it once would be that it hangs
+        until_it_stands(pids[0])  # before that, the note would say that it hangs
         monkeypatch.setattr(launcher_module, "QUIET_S", 0.2)
 
     def go_on(line: Line) -> None:
@@ -233,7 +233,7 @@ def test_a_controller_that_is_silent_for_too_long_ends_the_run_and_is_named(
         if number:
             os.kill(line["controller"], number)
             until_it_stands(line["controller"])
-        monkeypatch.setattr(launcher_module, "QUIET_S", 0.2)  # at its start it may wait for a disk
+        monkeypatch.setattr(launcher_module, "QUIET_S", 0.2)  # only now: at its start it may wait for a disk
 
     def told(line: Line) -> None:
         if "not answered for 0.2 s" in line["text"]:
@@ -340,7 +340,7 @@ def test_a_controller_hears_that_it_was_not_the_user_who_stopped_it(
 
 
 def test_a_terminal_that_closes_is_one_wish_of_the_user_however_often_it_says_so(tmp_path: Path) -> None:
-    """At a second Ctrl-C, the controller would be ended before it could say what it was told."""
+    """If it counted as a second Ctrl-C, the controller would be killed before it could report the stop request."""
     run = Run(tmp_path, "wait")
     run.when["ready"] = signalling(signal.SIGHUP, times=3)
     assert run.run() == 130
@@ -412,7 +412,7 @@ def test_all_processes_die_with_a_launcher_that_is_killed(tmp_path: Path) -> Non
                 pass
             found = len(processes_of(run))
             process.kill()
-        assert found == 7  # with what forks, of each agent
+        assert found == 7  # including the fork server of each agent
         until(lambda: processes_of(run) == [])
     finally:
         sweep_processes(run)

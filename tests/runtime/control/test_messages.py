@@ -1,4 +1,4 @@
-"""Every message crosses the wire whole, and nothing else does: what does not fit its annotation is refused."""
+"""Every message is packed and unpacked whole; a value that does not fit its annotation is refused."""
 
 import json
 import types
@@ -51,7 +51,7 @@ from penstock.runtime.tensor.wire_format import converted
 MESSAGES = get_args(Message)
 DONE = Done(Firing("generate", 3), "generator/0")
 
-# Hypothesis strategies from annotations: values of every type that a message can hold.
+# Hypothesis strategies from annotations, for values of every type that a message can hold.
 
 PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     str: st.text(max_size=20),
@@ -72,7 +72,7 @@ PLAIN[Any] = st.recursive(
 
 
 def values(annotation: Any) -> st.SearchStrategy[Any]:
-    """Any value that fits the annotation."""
+    """Return a strategy for any value that fits the annotation."""
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation in PLAIN:
         return PLAIN[annotation]
@@ -114,7 +114,7 @@ class Whole(Packable, frozen=True):
 
 WHOLE = Whole("é", 3, 0.5, "b", (Point(1, 2),), (1, "x"), {"k": 2.0}, One("t"), {"a": (One("b"),)})
 CODEC: Codec[Whole] = Codec(Whole, "value")
-# For each place in a packed `Whole` (0: its tag), values that do not fit.
+# Values that do not fit, by their place in a packed `Whole` (0 is its tag).
 MISFITS: dict[int, tuple[Any, ...]] = {
     0: ("Other", 5),
     1: (b"bytes", None, msgpack.ExtType(1, b"x")),
@@ -130,7 +130,7 @@ MISFITS: dict[int, tuple[Any, ...]] = {
 
 
 def packed(*changes: tuple[int, Any]) -> bytes:
-    """`WHOLE` on the wire, with other values in these places."""
+    """Return `WHOLE` packed, with other values in these places."""
     raw = msgpack.unpackb(CODEC.pack(WHOLE))
     for place, value in changes:
         raw[place] = value
@@ -143,7 +143,7 @@ def test_what_was_packed_is_unpacked_equal_and_of_the_same_types() -> None:
     assert value == WHOLE
     assert (type(value.points), type(value.points[0])) == (tuple, Point)
     assert msgpack.unpackb(Codec[Any](One, "value").pack(One("x"))) == ["One", "x"]
-    assert repr(CODEC.unpack(packed((3, 2))).share) == "2.0"  # an int does for a float
+    assert repr(CODEC.unpack(packed((3, 2))).share) == "2.0"  # an int is accepted as a float
 
 
 @pytest.mark.parametrize("change", [(place, wrong) for place, some in MISFITS.items() for wrong in some])
@@ -171,7 +171,7 @@ def test_depth_and_length_end_where_the_annotation_or_the_bytes_do() -> None:
 
 
 def test_what_is_known_of_the_largest_mixtures_of_experts_fits_into_a_message() -> None:
-    """The weights of Qwen3-235B-A22B, with scales."""
+    """For example the weights of Qwen3-235B-A22B with scales."""
     maps = [f"mlp.experts.{expert}.{name}" for expert in range(128) for name in ("gate_proj", "up_proj", "down_proj")]
     maps += [f"self_attn.{name}_proj" for name in "qkvo"]
     names = [f"model.layers.{layer}.{name}.weight" for layer in range(94) for name in maps]
@@ -207,7 +207,7 @@ def test_every_message_packs_and_unpacks_with_every_event_and_command(kind: type
     if kind in (*get_args(Event), *get_args(Command)):
         assert read_record(record_bytes(message)) == message
     if kind in (Begin, Checkpoint, ReplicaLost, ReplicaJoined):
-        return  # the controller's own: no rank may say them
+        return  # the controller's own: ranks may not send them
     if kind in get_args(Event):
         message = Result(message)
     elif kind in get_args(Command):
@@ -235,7 +235,7 @@ def test_random_truncated_and_damaged_frames_raise_nothing_but_message_errors(da
 
 
 def is_a_message(raw: Any) -> bool:
-    """Does it begin as a message does? Hypothesis draws words of our sources; some messages hold nothing else."""
+    """True if it begins like a message. Hypothesis draws names from our sources, and some messages have no fields."""
     return isinstance(raw, list) and raw[:1] in [[message.__name__] for message in MESSAGES]
 
 
@@ -255,7 +255,7 @@ def test_another_protocol_version_is_refused_by_number() -> None:
 
 @pytest.mark.parametrize("began", [float("nan"), float("inf"), -1e13])
 def test_a_time_that_no_clock_shows_is_refused(began: float) -> None:
-    """A run's files hold numbers alone."""
+    """A run's files hold finite numbers only."""
     for result in (Result(DONE, began=began), Result(DONE, ended=began)):
         with pytest.raises(MessageError):
             unpack(pack(Results((result,))))

@@ -1,4 +1,4 @@
-"""Agents and their ranks: how they start, end with their parent, and are told of."""
+"""Agents and their ranks: how they start, end with their parent, and are reported."""
 
 import errno
 import importlib
@@ -57,7 +57,7 @@ from penstock.runtime.tensor.shm import SHM, sweep
 
 from .sockets import RANKS, Bench, bench, stranger, until
 
-# An agent starts ranks, tells of their deaths, and no rank outlives it.
+# An agent starts ranks and reports their deaths; no rank outlives it.
 
 
 pytestmark = pytest.mark.timeout(300)
@@ -71,8 +71,8 @@ ON_B = dict.fromkeys(RANKS, "b")
 def agent(
     b: Bench, *worker: str, leave: float = 3.0, mode: str = "", **changes: Any
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """The agent of host "b", whose ranks are fakes in this `mode` or of the program `worker`, and have `leave` seconds
-    to end after a goodbye; nothing of it is left afterwards.
+    """The agent of host "b". Its ranks are fakes in this `mode`, or run the program `worker`; they have `leave` seconds
+    to end after a goodbye. Everything is ended and removed afterwards.
     """
     path = b.folder / "b.json"
     changes.get("join", b.join("b")).write(path)
@@ -88,7 +88,7 @@ def agent(
 
 
 def heard(b: Bench, kind: type[M]) -> M:
-    """The next message of a kind."""
+    """Wait for the next message of a kind."""
 
     def look() -> M | None:
         found = next((m for _, m in b.heard if isinstance(m, kind)), None)
@@ -124,7 +124,7 @@ def test_an_agent_joins_and_starts_ranks_with_their_name_and_threads(b: Bench) -
 
 
 def test_no_segment_outlives_an_agent_nor_one_that_was_killed_before_it(b: Bench) -> None:
-    """The launcher sweeps its own host only. What an agent finds locked, another run may be about to remove."""
+    """The launcher sweeps only its own host. Another run may hold a segment's lock for a moment to remove it."""
     dead = SHM / f"penstock-dead{b.keys.server.run}-generator.0.0-0"
     dead.touch()  # no process holds its lock
     with agent(b) as process:
@@ -187,7 +187,7 @@ def test_a_rank_that_cannot_be_forked_is_told_of_with_what_was_said_instead(b: B
     broken.write_text("raise ImportError('libtorch_cpu.so: cannot allocate memory')\n")
     with agent(b, str(broken)) as process:
         heard(b, AgentReady)
-        for index in range(2):  # the second one finds that it has ended
+        for index in range(2):  # the second rank finds that the fork server has ended
             b.server.send("agent:b", Launch("generator/0", index))
             exited = heard(b, Exited)
             assert (exited.replica, exited.rank, exited.status) == ("generator/0", index, 1)
@@ -213,7 +213,7 @@ os.setsid = told
 
 
 def odd(folder: Path, changes: str) -> str:
-    """A program that forks fake ranks, after these changes to what it is made of."""
+    """Write a program that forks fake ranks after these `changes` to its modules."""
     path = folder / "odd.py"
     begin = f"import os, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import fake_rank"
     path.write_text(f"{begin}\n{changes}\nfake_rank.serve_forks(fake_rank.main)\n")
@@ -248,7 +248,7 @@ def test_a_host_without_memory_for_a_rank_says_so(b: Bench, tmp_path: Path) -> N
 
 @contextmanager
 def real_agent(b: Bench, grace: float = 60.0) -> Iterator["subprocess.Popen[bytes]"]:
-    """The agent of host "b" with real ranks, once it has joined."""
+    """The agent of host "b" with real ranks, after it has joined."""
     replace(b.join("b"), grace=grace).write(b.folder / "b.json")
     command = [sys.executable, "-m", "penstock.runtime.control.agent", str(b.folder / "b.json")]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -262,7 +262,7 @@ def real_agent(b: Bench, grace: float = 60.0) -> Iterator["subprocess.Popen[byte
 
 
 def assert_ends(b: Bench, process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
-    """The agent says by which signal it ends, and ends."""
+    """The agent reports the signal that ends it, and ends."""
     note = heard(b, Note)
     assert note.level == "error"
     assert number.name in note.text
@@ -287,7 +287,7 @@ def test_an_agent_whose_host_is_taken_away_says_so_and_its_ranks_live_until_a_go
         process.send_signal(number)
         assert heard(b, Leaving) == Leaving("b", 60.0)
         ranks = [pid for pid in processes_of(b.keys.server.run) if pid != process.pid]
-        for pid in ranks:  # an engine tells all processes of a host
+        for pid in ranks:  # a cluster manager may signal all processes of a host
             os.kill(pid, number)
         before = b.server.tracker.last("agent:b")
         until(lambda: b.hear() is not None and b.server.tracker.last("agent:b") > before + INTERVAL)
@@ -320,7 +320,7 @@ def test_of_what_a_rank_prints_without_end_the_newest_is_kept(b: Bench) -> None:
         logs = [b.folder / "logs" / f"generator-0-0.{kind}" for kind in ("out", "err")]
         until(lambda: all("[penstock]" in log.read_text() for log in logs))
         assert not any("line 0\n" in log.read_text() for log in logs)
-        # When it has ended, too: it may have printed more since the agent has looked.
+        # It is trimmed at its end, too: the rank may have printed more since the agent last looked.
         until(lambda: all(log.stat().st_size > LOG_BYTES for log in logs))
         b.server.send("agent:b", End("generator/0", 0))
         heard(b, Exited)
@@ -338,7 +338,7 @@ def test_a_rank_that_is_killed_is_told_of_with_the_signal(b: Bench) -> None:
         assert exited.reason.startswith(f"killed by SIGKILL (pid {pid})")
 
 
-# An agent whose kernel has killed one more process each time that it looks.
+# An agent that sees one more process killed by the kernel each time it asks.
 SHORT_OF_MEMORY = f"""
 from itertools import count
 from runpy import run_path
@@ -374,7 +374,7 @@ def test_a_goodbye_ends_the_agent_and_its_ranks_willing_or_not(b: Bench, mode: s
         for peer in b.server.peers:
             b.server.send(peer, Goodbye("done"))
         assert process.wait(60) == 0
-        if mode == "family":  # what a rank had started is killed with it, and nobody waits for its end
+        if mode == "family":  # a rank's child is killed with it, and nobody waits for its end
             until(lambda: not processes_of(b.keys.server.run))
         assert processes_of(b.keys.server.run) == []
         assert heard(b, Exited).signal == (9 if mode else 0)
@@ -398,12 +398,12 @@ def test_ranks_die_with_their_agent_and_leave_no_segment(b: Bench) -> None:
         for index in range(2):
             b.server.send("agent:b", Launch("generator/0", index))
             heard(b, Ready)
-        assert len(processes_of(b.keys.server.run)) == 4  # with the agent and what forks
+        assert len(processes_of(b.keys.server.run)) == 4  # with the agent and the fork server
         segments = [*SHM.glob(f"penstock-{b.keys.server.run}-*")]
         assert segments
         process.kill()
         until(lambda: processes_of(b.keys.server.run) == [])
-        # What is found locked for a moment, another run's agent is about to remove.
+        # A segment that is locked for a moment is being removed by another run's agent.
         until(lambda: not any(each.exists() for each in segments))
 
 
@@ -440,7 +440,7 @@ def test_an_agent_whose_folder_for_sockets_is_anothers_says_what_it_needs(
 def test_an_agent_whose_controller_does_not_take_what_it_is_told_ends_and_says_so(
     b: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One message has room, its Hello. What came after it would be lost, and nobody would know."""
+    """The send queue holds one message, its Hello. Later messages would be lost, and nobody would know."""
     monkeypatch.setitem(sockets._OPTIONS, zmq.SNDHWM, 1)
     monkeypatch.setattr(sockets, "JOIN_S", 3.0)
     join = replace(b.join("b"), endpoint=f"ipc://{b.folder}/nobody.sock")
@@ -458,7 +458,7 @@ def test_an_agent_with_another_key_is_refused_and_says_so(tmp_path: Path) -> Non
         assert b.server.counts["refused"] >= 1
 
 
-# What forks a host's ranks may do so: the tests above are of the ranks.
+# A fork server must be safe to fork from; the tests above are about the ranks.
 
 
 MODULES = ("penstock.nodes.policy", "penstock.nodes.generate", "penstock.nodes.learn.update", "penstock.nodes.score")
@@ -478,7 +478,7 @@ def test_what_ranks_need_starts_no_thread_and_touches_no_device_when_it_is_impor
     assert json.loads(done.stdout) == {"threads": 1, "cuda": False}
 
 
-# Children end with their parent and leave nothing.
+# Children end with their parent and leave nothing behind.
 
 
 SLEEP = ("-c", "import time; time.sleep(1000)")
@@ -524,7 +524,7 @@ def test_killing_a_child_ends_what_it_has_started() -> None:
     kill(child)
     child.wait()
     until(lambda: not processes_of(run))
-    kill(child)  # has ended: its pid may be another's
+    kill(child)  # it has ended: its pid may be another process's now
 
 
 def test_the_sweep_finds_what_left_its_session_and_spares_other_runs() -> None:
@@ -569,7 +569,7 @@ def test_a_log_that_is_too_long_keeps_its_newest_lines_and_says_so(tmp_path: Pat
     assert first.startswith("[penstock]")
     assert (kept, last) == (lines[-len(kept) :], "what it goes on to say")
     assert 4_900 < sum(len(line) + 1 for line in kept) <= 5_000
-    keep_newest(tmp_path / "none", 10_000)  # a rank may have none yet
+    keep_newest(tmp_path / "none", 10_000)  # a rank may have no log yet
 
 
 def test_a_line_that_is_no_json_object_is_none() -> None:
@@ -681,7 +681,7 @@ def test_an_interrupt_waits_until_what_is_imported_is_imported(
     after: signal.Signals,
     raised: type[BaseException],
 ) -> None:
-    """Of two that come meanwhile the first one counts."""
+    """Of two interrupts during the import, the first one counts."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "interrupted.py").write_text(f"""import os, time
 os.kill(os.getpid(), {number:d})
@@ -693,7 +693,7 @@ done = True
 
     def interrupted() -> None:
         found.append(importlib.import_module("interrupted").done)
-        signal.sigtimedwait((), 60.0)  # it comes here
+        signal.sigtimedwait((), 60.0)  # the interrupt comes here
 
     with pytest.raises(raised) as told, on_stop(interrupt):
         interrupted()

@@ -1,4 +1,4 @@
-"""What a rank does with its commands: it fires nodes, keeps values, saves, and offloads."""
+"""How a rank executes commands: it fires nodes, keeps values, saves, and offloads."""
 
 import re
 import threading
@@ -34,7 +34,7 @@ from penstock.runtime.tensor.shm import ObjectRef
 from .nodes_for_tests import backing, baskets, graded, listing, make_setup, noting, owned, speaking, weighed
 from .nodes_that_leave import Cupboard, Heavy, make_leaving
 
-# What graphs and plan say about names is looked up in one place.
+# `RankSetup` answers all questions about names in graphs and plan.
 
 
 def test_the_names_of_nodes_and_arguments_are_found_in_all_graphs(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_an_edge_is_typed_by_a_class(tmp_path: Path) -> None:
         replace(setup, graphs=(replace(graph, nodes=tuple(wrong)),)).declared(Firing("basket", 0), "out")
 
 
-# A rank carries out commands. What a node raises fails its firings, each of them once, and the rank goes on.
+# A rank executes commands. What a node raises fails each of its firings once, and the rank continues.
 
 
 Answers = list[tuple[str, Firing]]
@@ -107,7 +107,7 @@ def of(kind: str, node: str, *groups: int) -> Answers:
 
 
 def test_a_node_that_asks_for_the_context_is_given_its_own(tmp_path: Path) -> None:
-    """It is no option: the graph does not have it."""
+    """The context is not an option: the graph does not have it."""
     executor = make(tmp_path, traced=speaking)
     held = executor.held.nodes["spoken"]
     assert dict(held.node.options) == {"times": 2}
@@ -154,7 +154,7 @@ def test_firings_of_a_step_that_raises_fail_once_and_may_be_submitted_again(tmp_
 
 
 class Card:
-    """Stands for a GPU's stream: `fault` is what the driver answers to everything."""
+    """Stands in for a GPU's stream; `fault` is the driver's error on every call."""
 
     fault = ""
 
@@ -182,7 +182,7 @@ def test_a_rank_whose_gpu_is_lost_ends_instead_of_failing_firing_after_firing(
     assert answers(executor.step()) == of("Failed", "basket", 1)
     card.fault = "CUDA error: an illegal memory access was encountered"
     with pytest.raises(GpuLostError, match="cuda:0"):
-        fire(executor, "doubled", [3])  # of a basket that was never filled
+        fire(executor, "doubled", [3])  # although this basket was never filled
 
 
 def test_groups_given_up_in_a_step_that_raised_are_never_answered(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_firing_that_pauses_goes_on_from_what_it_left(tmp_path: Path) -> None:
     paused, done = executor.step()
     assert paused.event == Done(Firing("basket", 1), "worker/0", paused=True)
     assert answers([done]) == of("Done", "basket", 2)
-    # What it has left is the next segment's; the whole is called as if there were one only.
+    # Its output so far goes to the next segment; the whole firing is called as if it had one segment.
     second = Firing("basket", 1, segment=1)
     order(executor, Fire(second, "worker/0", (1,)))
     assert answers(executor.step()) == [("Done", second)]
@@ -291,7 +291,7 @@ def test_what_is_saved_is_taken_up_again(tmp_path: Path) -> None:
     assert saved.event == Saved(0, "worker/0")
     resumed = make(tmp_path, restore=tmp_path / "checkpoints" / "00000000")
     assert resumed.values.kept.keys() == {(Firing("basket", 1), "out"), (Firing("prompts", 0), "out")}
-    assert resumed.restored == []  # nobody else reads them
+    assert resumed.restored == []  # no other process reads them
     assert answers(fire(resumed, "doubled", [1])) == of("Done", "doubled", 1)
 
 
@@ -316,7 +316,7 @@ def test_what_is_no_rank_s_command_is_refused(tmp_path: Path) -> None:
         order(make(tmp_path), Finish("done"))
 
 
-# Values are kept until they are freed, joined for an update, and exported only where another process reads them.
+# Values are kept until they are freed, joined for an update, and exported only if another process reads them.
 
 
 OWN = InputRead("rewards", "basket", "out", joined=False, at_turn=False, back=False)
@@ -341,7 +341,7 @@ def test_a_group_s_reader_gets_its_own_and_an_update_s_the_batch(tmp_path: Path)
 
 @dataclass
 class Everything:
-    """One field of each sort that a value may have."""
+    """A value with one field of each kind."""
 
     tensor: torch.Tensor
     array: Any
@@ -368,7 +368,7 @@ def test_a_value_is_private_to_each_reader_and_apart_from_its_maker(tmp_path: Pa
     for _ in range(2):
         found = values.read(OWN, alone, {})
         assert found.tensor.equal(torch.arange(6.0).view(2, 3).T)
-        assert found.tensor.is_contiguous()  # as one that came from another process: the bits of sums depend on it
+        assert found.tensor.is_contiguous()  # as if from another process: the bits of sums depend on the strides
         assert found.array.tolist() == [0, 1, 2]
         assert (found.words, found.nested, found.plain) == (["a"], ([{"x": [1]}],), (1, 2))
         change(found)
@@ -431,7 +431,7 @@ def test_values_of_a_class_without_concat_are_joined_as_a_tuple() -> None:
     assert join([rewards(1.0), rewards(2.0)]).values_N.tolist() == [1.0, 2.0]
 
 
-# What leaves a rank is away between updates and there for whoever works with it; a checkpoint reads it where it is.
+# Offloaded state is on the host between updates and on the device while a node uses it; a checkpoint reads either.
 
 
 STEPS = ("peek", "grow", "look_back")
@@ -447,7 +447,7 @@ def order_one(executor: Executor, *commands: Command) -> list[Result]:
 
 
 def update(executor: Executor, number: int, steps: Iterable[str] = STEPS) -> list[Result]:
-    """An update on one group."""
+    """Run an update on one group."""
     for node in ("prompts", "basket"):
         order_one(executor, Fire(Firing(node, number), "worker/0", (number,)))
     executor.step()
@@ -480,7 +480,7 @@ def test_it_is_away_but_for_those_who_work_with_it(tmp_path: Path) -> None:
         assert value(executor).place == host
     assert len(value(executor).seen) == 9
     assert host not in value(executor).seen
-    # Once at the start; there and back for each update, and again for who reads it afterwards.
+    # One move at the start; for each update two, and two more for the node that reads the value afterwards.
     assert executor.offloading.counts()["moves"] == 1 + 3 * 4
 
 
@@ -513,7 +513,7 @@ def test_a_checkpoint_that_is_written_while_it_is_away_is_that_of_one_that_staye
 
 
 class Writing:
-    """A rank that writes in the background, and the moment at which it does: `go` lets it."""
+    """A rank whose background write of a checkpoint waits until `go` is set."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, on: bool = False) -> None:
         self.go, self.woken, self.notes = threading.Event(), threading.Event(), list[str]()
@@ -530,7 +530,7 @@ class Writing:
     def answer(self) -> Result:
         self.go.set()
         assert self.woken.wait(30)
-        # The thread ends just after it has woken the rank.
+        # The thread ends shortly after it has woken the rank.
         while not (found := self.executor.step()):
             pass
         (result,) = found
@@ -551,7 +551,7 @@ def test_a_checkpoint_is_that_of_its_cut_whatever_updates_change_while_it_is_wri
     assert rank.answer().event == Saved(1, "worker/0")
     assert rank.executor.step() == []
     assert written(tmp_path / "checkpoints" / "00000001").tolist() == cut != value(rank.executor).momentum_W.tolist()
-    # The next one takes the memory of the copy again.
+    # The next checkpoint uses the copy's memory again.
     rank.go.clear()
     rank.woken.clear()
     (copied,) = order_one(rank.executor, Save(2, "worker/0", ()))

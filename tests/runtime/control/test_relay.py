@@ -1,4 +1,4 @@
-"""An agent carries for its ranks: what they say and hear is what it would be on connections of their own."""
+"""An agent relays for its ranks: they send and receive the same as over connections of their own."""
 
 import stat
 from dataclasses import replace
@@ -53,7 +53,7 @@ def endpoint() -> str:
 
 
 class Host:
-    """A host's agent as far as it carries, and its ranks, all in this thread."""
+    """The relay of a host's agent, and the host's ranks, all in this thread."""
 
     def __init__(self, b: Bench, silence: float = 60.0) -> None:
         self.b, self.join = b, b.join()
@@ -65,7 +65,7 @@ class Host:
         until(lambda: b.hear() or "agent:local" in b.server.peers)
 
     def rank(self, number: int, replica: str = "generator/0") -> Client:
-        """A rank that the controller has heard of."""
+        """Return a rank that the controller knows."""
         self.relay.begin(rank_peer(replica, number))
         client = Client(replace(self.join, endpoint=self.relay.endpoint), "rank", replica, number)
         self.b.stack.callback(client.close)
@@ -116,7 +116,7 @@ def test_ranks_are_greeted_and_asked_and_answer_by_their_agent(b: Bench) -> None
 def test_equal_answers_of_ranks_come_as_one_and_the_first_has_what_was_made(
     b: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.runtime.control.relay.HOLD", 60.0)  # however slowly they come
+    monkeypatch.setattr("penstock.runtime.control.relay.HOLD", 60.0)  # however slowly the answers come
     host = Host(b)
     ranks = [host.rank(number) for number in range(3)]
     ranks[2].send(done(2, metrics={"tokens": 9.0}, counts={"tokens": 3.0}))
@@ -143,7 +143,7 @@ def test_an_answer_waits_a_moment_for_those_of_others_and_what_follows_it_comes_
     ]
     ranks[0].send(done(0))
     ranks[2].send(done(2))
-    host.until(lambda: len(host.heard(Results)) == 3)  # the one between them has not answered
+    host.until(lambda: len(host.heard(Results)) == 3)  # rank 1 has not answered
     assert {message.results[0].event.rank for _, message in host.heard(Results)[1:]} == {0, 2}
 
 
@@ -165,7 +165,7 @@ def test_the_last_answer_to_a_command_waits_for_none_that_has_gone(b: Bench) -> 
     ranks, now = [host.rank(number) for number in range(3)], monotonic()
 
     def take(seconds: float, expected: int) -> list[tuple[int, str]]:
-        """(rank, event) of what is said so many seconds later, once so many ranks have been heard."""
+        """Return (rank, event) of what is relayed `seconds` later; wait for at least `expected` ranks."""
         said: list[tuple[int, str]] = []
 
         def heard() -> bool:
@@ -179,7 +179,7 @@ def test_the_last_answer_to_a_command_waits_for_none_that_has_gone(b: Bench) -> 
         return said
 
     def come() -> None:
-        """Until the next answer is there to be taken."""
+        """Wait until the next answer can be received."""
         assert host.relay.socket.poll(60_000)
 
     ranks[0].send(done(0))
@@ -191,7 +191,7 @@ def test_the_last_answer_to_a_command_waits_for_none_that_has_gone(b: Bench) -> 
     assert take(2.0, 0) == []
     ranks[1].send(done(1))
     assert take(2.0, 2) == [(1, "Done"), (2, "Done")]
-    # So it is where one has failed, and when all are asked again.
+    # The same holds if a rank has failed, and for the next command.
     ranks[0].send(Results((Result(Failed(FIRING, "generator/0", 0, "KeyError")),)))
     assert take(3.0, 1) == [(0, "Failed")]
     ranks[1].send(done(1))
@@ -210,7 +210,7 @@ def test_what_a_frame_has_no_room_for_is_told_whatever_its_number(b: Bench) -> N
     for _ in range(300):
         host.agent.send(Heartbeat())
     most = MAX_BYTES - len(pack(RankMessages((("generator/0:0", done(0, metrics={"": 1.0})),)))) - 4
-    rank.send(done(0, metrics={"x" * most: 1.0}))  # with number 0 it fits to the byte
+    rank.send(done(0, metrics={"x" * most: 1.0}))  # with number 0 it would fit exactly
     host.until(lambda: host.heard(Note))
     assert [(peer, note.level) for peer, note in host.heard(Note)] == [("generator/0:0", "error")]
 
@@ -219,10 +219,10 @@ def test_what_a_frame_has_no_room_for_is_told_whatever_its_number(b: Bench) -> N
 def test_an_order_of_the_most_bytes_that_one_may_have_comes_to_ranks_by_their_agent(b: Bench, several: bool) -> None:
     host = Host(b)
     ranks = [host.rank(number) for number in range(8)]
-    for _ in range(300):  # so that its frame has a longer number than the one with which it is measured
+    for _ in range(300):  # so that the frame's number is longer than the one with which the size is measured
         b.server.send("generator/0:0", ORDER)
     room = MAX_BYTES - len(pack(named("")))
-    order = named("x" * (room - 4))  # what the length of a longer text takes
+    order = named("x" * (room - 4))  # the bytes for the length of a longer text
     assert len(pack(order)) == MAX_BYTES
     if several:
         assert b.server.send_all([f"generator/0:{n}" for n in range(8)], order) == []
@@ -250,7 +250,7 @@ def test_a_shared_folder_without_sockets_is_done_without(b: Bench, tmp_path: Pat
 
 
 def test_an_agent_that_ends_late_leaves_its_successor_its_socket(b: Bench) -> None:
-    """Where the place of its host was given to another one, and where the run has gone on in the same folder."""
+    """The successor may have the late agent's host slot, or be of the next run in the same folder."""
     late, *successors = (Relay(replace(b.join(), **new)) for new in ({}, {"life": 1}, {"run": "next"}))
     for successor in successors:
         b.stack.callback(successor.close)
@@ -282,7 +282,7 @@ def test_what_ranks_are_at_and_which_are_silent_is_told_by_their_agent(b: Bench)
     def look() -> bool:
         talking.send(Heartbeat("generate[3]"))
         host.agent.send(Heartbeat())
-        # Whoever has stood still for a while is in the list until it is heard again.
+        # A rank that was suspended for a moment is in the list until it is heard again.
         return b.server.late(monotonic()) == ["generator/0:1"]
 
     host.until(look)
@@ -299,7 +299,7 @@ def test_a_rank_that_has_ended_is_not_late_and_its_successor_is_greeted(b: Bench
     host = Host(b, silence=0.2)
     _first, second = host.rank(0), host.rank(1)
     host.relay.end("generator/0:0")
-    # It may have been late until then: a rank takes its time to come.
+    # The second rank may have been late before: a rank takes time to start.
     host.until(lambda: b.server.late(monotonic()) == ["generator/0:1"])
     b.server.forget("generator/0:0")
     assert not b.server.send("generator/0:0", Goodbye("done"))
@@ -315,7 +315,7 @@ def test_a_rank_that_has_ended_is_not_late_and_its_successor_is_greeted(b: Bench
         (("generator/7:0", Ready("generator/7", 0, 1)), "unauthorised"),  # of another host
         (("nobody/0:0", Ready("nobody/0", 0, 1)), "unauthorised"),
         (("generator/0:1", Ready("generator/0", 1, 1)), "unknown"),  # which has not said Hello
-        (("generator/0:0", Ready("generator/0", 1, 1)), "unauthorised"),  # as another
+        (("generator/0:0", Ready("generator/0", 1, 1)), "unauthorised"),  # in another rank's name
         (("generator/0:0", Hello("rank", "generator/0", 0, 1, "local", "")), "duplicate"),
         (("generator/0:0", Hello("rank", "generator/0", 1, 1, "local", "")), "unauthorised"),
         (("generator/0:0", Hello("agent", "local", 0, 1, "local", "")), "unauthorised"),

@@ -1,4 +1,4 @@
-"""Ranks meet through the controller's key-value store."""
+"""Ranks find each other through the controller's key-value store."""
 
 import threading
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from penstock.runtime.tensor.process_group import Connection, TransportError
 
 from .sockets import bench
 
-# What is put up on the board is found by whoever asks, at once or when it is there.
+# A posted value is found by all who ask, at once or when it is posted.
 
 
 A, B = "trainer/0:0", "generator/0:0"
@@ -35,7 +35,7 @@ def test_whoever_looks_waits_until_all_keys_are_there_and_each_gets_its_own_answ
     assert board.hear(B, Look(1, ("y",))) == []
     assert board.hear(A, Post("y", "02")) == [(B, BoardValues(1, {"y": "02"}))]
     assert board.hear(B, Post("x", "01")) == [(A, BoardValues(1, {"x": "01", "y": "02"}))]
-    assert board.hear(B, Post("x", "03")) == []  # everybody has been answered, once
+    assert board.hear(B, Post("x", "03")) == []  # each question is answered once
     assert board.hear(A, Look(2, ("x",))) == [(A, BoardValues(2, {"x": "03"}))]
 
 
@@ -46,7 +46,7 @@ def test_what_a_peer_that_has_ended_had_asked_is_answered_to_none_that_comes_in_
     assert board.hear("a:0", Look(1, ("other",))) == []
     assert board.hear("b:0", Post("key", "01")) == [("b:0", BoardValues(1, {"key": "01"}))]
     assert board.hear("b:0", Post("other", "02")) == [("a:0", BoardValues(1, {"other": "02"}))]
-    for number in range(100):  # the room for its questions is there again
+    for number in range(100):  # its questions no longer take room
         assert board.hear("a:0", Look(number, ("k" * (MAX_KEPT // 2),))) == []
         board.forget("a:0")
 
@@ -72,7 +72,7 @@ def test_a_number_over_what_somebody_else_put_up_counts_from_zero() -> None:
 
 
 def error(board: Board, peer: str, question: Question) -> str:
-    """What a peer is told of a question that is refused."""
+    """Return the error that a refused question is answered with."""
     ((asker, found),) = board.hear(peer, question)
     assert (asker, found.values) == (peer, {})
     return found.error
@@ -89,7 +89,7 @@ def test_what_one_peer_keeps_on_the_board_is_bounded_and_others_are_not_hindered
     assert board.hear(A, Look(1, ("more0",), at_once=True)) == [(A, BoardValues(1, {}))]
     assert board.hear(A, Post("k", value)) == []
     for _ in range(10):
-        assert board.hear(B, Post("k0", value)) == []  # in place of what is there
+        assert board.hear(B, Post("k0", value)) == []  # replaces the value of this key
 
 
 def test_questions_that_wait_are_bounded_and_give_back_their_room() -> None:
@@ -129,7 +129,7 @@ def test_a_peer_does_not_change_what_another_has_posted() -> None:
     assert board.hear(B, Look(4, ("address",))) == [(B, BoardValues(4, {"address": "01"}))]
 
 
-# Ranks meet through the controller: the store is what torch's process groups need, and nothing listens for it.
+# Ranks connect through the controller's store, which torch's process groups use; no rank listens for it.
 
 
 pytestmark = pytest.mark.timeout(300)
@@ -138,7 +138,7 @@ TCP = "tcp://127.0.0.1:0"
 
 @contextmanager
 def answering(server: Server, held_up: float = 0.0) -> Iterator[None]:
-    """Answers what is asked of the board, as a controller does."""
+    """Answer questions to the board, as a controller does."""
     board, over = Board(), threading.Event()
 
     def serve() -> None:
@@ -158,7 +158,7 @@ def answering(server: Server, held_up: float = 0.0) -> Iterator[None]:
 
 @contextmanager
 def meetings(folder: Path, ranks: int, endpoint: str = "", held_up: float = 0.0) -> Iterator[list[RendezvousStore]]:
-    """The stores of so many ranks, each over a connection of its own."""
+    """Return the stores of this many ranks, each with its own connection."""
     with bench(folder, endpoint) as b, answering(b.server, held_up):
         pulses = [HeartbeatThread(b.join(), "generator/0", rank).start() for rank in range(ranks)]
         try:
@@ -171,7 +171,7 @@ def meetings(folder: Path, ranks: int, endpoint: str = "", held_up: float = 0.0)
 @pytest.mark.parametrize("endpoint", ["", TCP])
 def test_what_one_rank_sets_others_get_wait_for_check_and_count(tmp_path: Path, endpoint: str) -> None:
     with meetings(tmp_path, 2, endpoint) as (first, second), ThreadPoolExecutor(1) as other:
-        late = other.submit(second.of("group").get, "key")  # asked for before it is there
+        late = other.submit(second.of("group").get, "key")  # asked for before it is set
         assert not first.of("group").check(["key"])
         first.of("group").set("key", bytes(range(256)))  # type: ignore[arg-type] # as gloo does
         assert late.result(20) == bytes(range(256))
@@ -193,7 +193,7 @@ def test_keys_that_nobody_sets_are_an_error_with_the_deadline(tmp_path: Path) ->
         with pytest.raises(RuntimeError, match=r"absent not there within 0\.05 s"):
             store.wait(["absent"], timedelta(seconds=0.05))
         store.set("there", "yes")
-        assert store.get("there") == b"yes"  # the answer that came of nothing is nobody's
+        assert store.get("there") == b"yes"  # the late answer to the failed wait is ignored
 
 
 def test_seconds_for_which_the_controller_was_stopped_are_no_ranks(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_group_is_made_and_carries_and_an_absent_rank_is_named(tmp_path: Path)
         sent.wait()
         assert received.wait().tolist() == [0.0, 1.0, 2.0, 3.0]
         del second
-        for rank in (0, 2):  # both have come before one of them waits for the third
+        for rank in (0, 2):  # both have arrived before one of them waits for the third
             stores[rank].of("two of three").set(f"here/{rank}", "1")
         stores[0].of("two of three").wait(["here/0", "here/2"], timedelta(seconds=20))
         for failed in [threads.submit(opened, rank, "two of three", 0.5) for rank in (0, 2)]:

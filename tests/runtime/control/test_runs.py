@@ -1,4 +1,4 @@
-"""A run's options, its session in this process, and what is recorded of it."""
+"""A run's options, its session in one process, and what its recorder writes."""
 
 import io
 import json
@@ -49,7 +49,7 @@ from penstock.runtime.tensor.weight_sync import WeightPublisher
 
 from .sockets import Bench
 
-# A run's options: one dataclass from which flags, `config.json`, the ranks' setup and the scheduler's rules derive.
+# A run's options: one dataclass, from which flags, `config.json`, the ranks' setup and the scheduler's rules derive.
 
 
 LANGUAGE = Path(__file__).parents[2] / "programs_for_language.py"
@@ -134,7 +134,7 @@ def test_a_ranks_setup_has_the_options_that_nodes_see() -> None:
 
 def test_what_a_context_and_the_rules_share_with_the_options_has_their_defaults() -> None:
     known = defaults(RunOptions)
-    alike = set(NODE_OPTIONS) - {"recompute", "optimizer_state"}  # a run's auto is decided before a node sees it
+    alike = set(NODE_OPTIONS) - {"recompute", "optimizer_state"}  # a run resolves "auto" before a node sees it
     assert {name: defaults(Context)[name] for name in alike} == {name: known[name] for name in alike}
     shared = {name: value for name, value in defaults(Rules).items() if name in known and value is not MISSING}
     assert shared.items() <= known.items()
@@ -162,7 +162,7 @@ def test_a_run_on_no_device_in_particular_says_on_which_it_is(monkeypatch: pytes
     assert a_run(device="auto").flags.device == "cpu"
 
 
-# A session driven in this process: what a stop finds in work, and what piles up.
+# A session driven in this process: what is in progress at a stop, and what accumulates.
 
 
 UPDATES = 5
@@ -171,11 +171,10 @@ HANDLE = ObjectRef("segment", 0, 8, 1, "worker/0")
 
 
 class Watched(Session):
-    """Asks itself to stop when `stop_when` says so, or while the last checkpoint is being written, if `stop_at_save`.
+    """A session that stops when `stop_when` says so, or, with `stop_at_save`, while the last checkpoint is written.
 
-    With `handles`, the answers have those of values, as the answers of processes have. `left` are the firings that
-    a stage still has handles of when it is over, `held` is how many it had at most. `results` and `orders` are all that
-    was said.
+    With `handles`, answers carry handles of values, as those of processes do. `left` are the firings whose handles a
+    stage still has at its end; `held` is the largest number it had. `results` and `orders` are all results and orders.
     """
 
     stop_at_save = False
@@ -250,11 +249,11 @@ def test_checkpoints_by_updates_are_at_their_updates_though_the_next_one_waits_f
 def test_the_end_of_a_run_waits_for_no_old_checkpoint_to_be_removed_and_its_sweep_removes_the_rest(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a file system that takes minutes: the controller would say nothing meanwhile, and be taken to hang."""
+    """On a slow file system, removal takes minutes, during which the controller would seem to hang."""
     ended, removed = threading.Event(), queue.SimpleQueue[bool]()
 
     def remove(path: Path, **how: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():  # which is the rank here
+        if threading.current_thread() is not threading.main_thread():  # here, the rank's thread
             removed.put(ended.wait(20.0))
 
     with monkeypatch.context() as patch:
@@ -268,12 +267,12 @@ def test_the_end_of_a_run_waits_for_no_old_checkpoint_to_be_removed_and_its_swee
 
 
 class Killed(BaseException):
-    """Nothing catches it, as nothing sees a SIGKILL."""
+    """Nothing catches it, as with a SIGKILL."""
 
 
 class Kill:
-    """Stops a session at the first scored group of `update`, and from then on dies at the `number`-th change or sync of
-    a checkpoint's files. `before` is what was in the last good one."""
+    """Stop a session at the first scored group of `update`, then raise at the `number`-th change or sync of a file of a
+    checkpoint. `before` has the files of the last good one."""
 
     CALLS = ((os, "mkdir"), (os, "rename"), (os, "replace"), (os, "open"), (os, "fsync"), (io, "open"))
 
@@ -301,7 +300,7 @@ class Kill:
 
 
 def files_of(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Each file below, with its inode and content."""
+    """The inode and content of each file below a folder."""
     return {str(p.relative_to(folder)): (p.stat().st_ino, p.read_bytes()) for p in folder.rglob("*") if p.is_file()}
 
 
@@ -316,7 +315,7 @@ def last_policy(folder: RunFolder) -> list[float]:
 def test_a_kill_between_any_two_files_leaves_the_last_good_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: int
 ) -> None:
-    """Asked to stop at an update that has a checkpoint, and at one that has none."""
+    """The stop comes at an update with a checkpoint, and at one without."""
     whole = RunFolder.create(tmp_path / "whole")
     run(whole, updates=4, checkpoint_every=2, lag=0)
     killed, number = True, 0
@@ -392,7 +391,7 @@ def test_no_handle_of_a_groups_value_outlives_its_last_reader(folder: RunFolder)
     session = run(folder, handles=True, updates=60)
     assert session.status == "done"
     assert session.left == []
-    assert len(VALUES) < session.held < 40  # of 120 groups, those that are under way
+    assert len(VALUES) < session.held < 40  # of 120 groups, those in progress
 
 
 def test_what_a_recorder_remembers_does_not_grow_with_the_updates(folder: RunFolder) -> None:
@@ -459,7 +458,7 @@ def test_a_resume_that_is_stopped_before_a_group_is_done_writes_no_checkpoint_ag
 
 
 def test_a_resume_whose_training_was_done_writes_no_checkpoint_again(folder: RunFolder) -> None:
-    """As one that was killed while it measured the accuracy afterwards."""
+    """For example, it was killed while it measured the accuracy after training."""
     run(folder)
     before = files_of(folder.checkpoints)
     folder.lock()
@@ -476,10 +475,7 @@ def test_a_run_of_another_format_is_refused_with_both_versions(folder: RunFolder
         RunConfig.load(folder)
 
 
-# What the driver in one process hands on.
-
-
-# What a recorder says and remembers, told by a scheduler and by ranks: the status, and the bars of the trace.
+# What a recorder reports and remembers of scheduler and rank events: the status, and the bars of the trace.
 
 
 CHANNEL, REPLICAS = "policy>generator", ("generator/0", "generator/1")
@@ -536,7 +532,7 @@ def test_what_the_user_is_told_those_who_watch_are_told_once(record: RunRecorder
     assert notes() == said
     record.folder.notes.write_bytes(record.folder.notes.read_bytes() + b'{"level": "inf')
     assert notes() == []
-    record.note("it is there", "info")  # behind the half of one
+    record.note("it is there", "info")  # written after half a line
     record.note("it is lost", "warning")
     assert notes() == said[3:]
     assert [line for line in Reader(record.folder).lines() if line["kind"] == "note"] == [*said[:2], *said[3:]]
@@ -553,7 +549,7 @@ def test_what_several_ranks_warn_of_is_said_once_and_what_happens_again_is_said_
     said: Said = []
     record = RunRecorder(folder, a_run(), said.append, 100.0)
     controller = Controller(folder, record.config, b.server, Session(record.config, record), None)
-    for text in "abc":  # the last of them when the summary has room for no more
+    for text in "abc":  # the last text comes when the summary is full
         for rank in range(8):
             controller._hear(f"trainer/0:{rank}", Note("warning", text))
     lost = "generator/0 is lost"

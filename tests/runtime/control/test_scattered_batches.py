@@ -1,4 +1,4 @@
-"""A batch that is read as it is used: the same values as a batch that is here, of which each rank reads its share."""
+"""Lazily read batches: they have the values of a batch in memory, and each rank reads only its share."""
 
 import secrets
 from collections.abc import Iterator, Sequence
@@ -52,7 +52,7 @@ def scattered(parts: Sequence[Rollouts]) -> Rollouts:
 
 
 def assert_equal(first: Any, second: Any) -> None:
-    """Class, values, dtypes and bits."""
+    """Assert equal classes, values, dtypes and bits."""
     assert first.__class__ is second.__class__
     for name in (*(field.name for field in fields(second)), *type(second).derived):
         one, other = getattr(first, name), getattr(second, name)
@@ -89,7 +89,7 @@ def test_what_a_node_changes_of_a_batch_is_in_all_that_it_makes_of_it() -> None:
     for batch in (scattered(parts), Rollouts.concat(parts)):
         batch.prompt_lengths_N.add_(1)
         batch.logprobs_NT = batch.logprobs_NT * 2
-        # Some rows are not sampled any more.
+        # Mark some positions as not sampled.
         batch.versions_NT = batch.versions_NT - (batch.tokens_NS[:, :1] > 6).long()
         found.append([batch.take([20, 3]).take([1]), widened(Scored, batch, values_N=values_N).take([20])])
     for own, other in zip(*found, strict=True):
@@ -109,7 +109,7 @@ def test_columns_of_two_batches_become_one_of_which_nothing_is_read() -> None:
 
 
 class Run:
-    """A store with a batch, and what the ranks of a trainer read of it."""
+    """A store with a batch, and the ranks of a trainer that read it."""
 
     def __init__(self, folder: Path, stack: ExitStack, longest: int) -> None:
         graph = trace(load("aipo"), {})
@@ -166,14 +166,14 @@ def test_each_rank_reads_its_share_of_a_batch_and_makes_the_same_micro_batches(
             assert torch.equal(own.rollouts.logprobs_NT[place], other.rollouts.logprobs_NT[place])
         copied.append(reader.copied)
     assert sorted(number for share in shares for number in share) == list(range(len(whole)))
-    # Beside its share what says where things are, of which there is as much for each rank.
+    # Besides its share, each rank reads the index, which is the same for all.
     assert max(copied) < run.nbytes * 0.5
     assert sum(copied) < run.nbytes * 1.2
 
 
 @dataclass
 class Notes(Batchable):
-    """Of a user: the first column may be lacking."""
+    """A user's class whose first column may be missing."""
 
     late_N: Any = None
     texts: tuple[str, ...] = ()
@@ -181,7 +181,7 @@ class Notes(Batchable):
 
 @dataclass
 class Numbered(Batchable):
-    """Of a user: groups that are joined are numbered."""
+    """A user's class whose `concat` numbers the groups."""
 
     group_N: Tensor
 
@@ -196,7 +196,7 @@ class Numbered(Batchable):
 )
 @pytest.mark.parametrize("own", [True, False])
 def test_a_class_of_the_users_is_joined_as_it_says(stack: ExitStack, parts: list[Any], own: bool) -> None:
-    """Whether this rank has made its values or another one has."""
+    """Its values were made by this rank or by another one."""
     run = f"s{secrets.token_hex(6)}"
     store, reader = ObjectStore(run, "trainer.0", host="a"), ObjectReader(run, host="a")
     stack.callback(store.close)

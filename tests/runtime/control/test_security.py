@@ -1,4 +1,4 @@
-"""Secrets are new for each run and private; one interface is listened on, never all."""
+"""Secrets are private and new for each run; a server listens on one interface, never on all."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 from penstock.runtime.cluster.endpoints import ipc_endpoint, socket_file, tcp_endpoint
 from penstock.runtime.control.security import Join, KeyFileError, Keys, ServerKeys
 
-# Secrets are new for each run, private on disk, and shown to nobody.
+# Secrets are new for each run, private on disk, and never shown.
 
 
 TCP = "tcp://127.0.0.1:0"

@@ -1,4 +1,4 @@
-"""What gets through a socket, what is counted and dropped, and who is late."""
+"""Which messages a socket accepts, which it counts and drops, and which peers are late."""
 
 import os
 import random
@@ -53,7 +53,7 @@ from tests.halt import halt
 
 from .sockets import RANKS, Bench, Raw, Role, bench, mutated, stranger, until
 
-# What gets through a socket, what is counted and dropped, and that nothing raises out of the loop.
+# What a socket accepts, and what it counts and drops; nothing raises out of the loop.
 
 
 pytestmark = pytest.mark.timeout(300)
@@ -198,7 +198,7 @@ def test_a_key_lets_in_only_what_is_on_its_host(b: Bench, role: Role) -> None:
 
 @pytest.mark.parametrize("endpoint", [TCP])
 def test_a_connection_that_takes_anothers_identity_is_a_stranger(b: Bench) -> None:
-    """libzmq lets a client choose the name by which the server's socket knows it, once that is free."""
+    """libzmq lets a client choose the identity that the server's socket sees, if no other connection has it."""
     first = b.raw()
     first.socket.close()
     first = Raw(b.join(), identity=b"trainer")
@@ -239,7 +239,7 @@ def test_what_a_rank_says_of_a_failure_is_handed_on_up_to_a_length(b: Bench) -> 
 
 
 def test_mutated_frames_are_messages_or_counted_on_both_sides(b: Bench) -> None:
-    """Of a rank and its heartbeat to a controller, and of a controller to a rank."""
+    """From a rank and its heartbeat to a controller, and from a controller to a rank."""
     chance, number = random.Random(7), 3000
     order = Order((Fire(Firing("generate", 3), "generator/0", (3,)),), ((Firing("prompts", 3), "out", AFAR),))
     client, raw = b.client("scorer/0"), b.raw()
@@ -249,7 +249,7 @@ def test_mutated_frames_are_messages_or_counted_on_both_sides(b: Bench) -> None:
     own: list[Message] = [RESULTS, ready, Note("warning", "x"), Post("k", "0")]
     for sent in range(1, number + 1):
         raw.say(mutated(chance, [pack(message, 1 << 30) for message in own]))
-        if sent % 50 == 0:  # a sender waits while too many are not read
+        if sent % 50 == 0:  # a sender blocks while too many frames are unread
             until(lambda: b.hear() is not None and b.server.counts.total() + len(b.heard) - 2 == sent)  # noqa: B023
     identity = b.server._routes["scorer/0:0"].identity
     theirs: list[Message] = [order, Goodbye("x"), BoardValues(1, {"k": "0"})]
@@ -276,7 +276,7 @@ def test_one_receive_takes_a_bounded_number_of_bytes(b: Bench) -> None:
 
 
 def test_a_rank_has_one_connection_for_its_heartbeats(b: Bench) -> None:
-    """Or their number would have no bound."""
+    """Otherwise their number would be unbounded."""
     first, second = b.raw(), b.raw()
     first.hello(role="heartbeat")
     until(lambda: b.hear() is not None and b.server.send("generator/0:0", BoardValues(1, {})))
@@ -320,8 +320,8 @@ while True:
 
 
 class Child:
-    """A server in a process of its own, which answers a note with a goodbye of the same text. A number on its stdin
-    makes it open so many files."""
+    """A server in its own process, which answers a note with a goodbye of the same text. A number on its stdin makes it
+    open this many files."""
 
     def __init__(self, folder: Path, endpoint: str, stack: ExitStack, silence: float = 60.0, files: int = 300) -> None:
         keys, self.stack = Keys.make("run", endpoint or ipc_endpoint(folder), ["local", "b"]), stack
@@ -381,7 +381,7 @@ def test_connections_of_idle_strangers_leave_descriptors_for_files_and_for_ranks
         host, _, port = child.join.endpoint.removeprefix("tcp://").rpartition(":")
         for _ in range(600):
             stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
-        until(lambda: child.opens(200))  # at last: strangers are let go one by one
+        until(lambda: child.opens(200))  # eventually: strangers are dropped one by one
         until(lambda: len(os.listdir(f"/proc/{child.process.pid}/fd")) < 100)
         child.client(1)
         answers(first)
@@ -396,7 +396,7 @@ def test_a_connection_that_is_known_before_others_are_counted_is_no_stranger(
 
     def slow() -> None:
         answer()
-        assert greeted.wait(20)  # the gate stands still until the client has been heard
+        assert greeted.wait(20)  # the listener waits until the client has been heard
 
     monkeypatch.setattr(gate, "_answer", slow)
     monkeypatch.setattr(gate, "_most", (4, 100))
@@ -404,7 +404,7 @@ def test_a_connection_that_is_known_before_others_are_counted_is_no_stranger(
         strangers = [b.stack.enter_context(socket.create_connection(host, timeout=20)) for _ in range(3)]
         client = Client(b.join(), "rank", "generator/0")
         b.stack.callback(client.close)
-        assert client.receive(0.3) == []  # its key waits to be asked about meanwhile
+        assert client.receive(0.3) == []  # its key is not checked meanwhile
     b.wait_for(1)
     greeted.set()
     strangers += [b.stack.enter_context(socket.create_connection(host, timeout=20)) for _ in range(8)]
@@ -510,7 +510,7 @@ def test_a_client_knows_when_the_server_is_gone_and_drops_replayed_frames(b: Ben
 
 
 def test_a_client_that_connects_again_says_who_it_is(tmp_path: Path) -> None:
-    """Of a thousand that come at once some are cut off before they are heard."""
+    """For example, if a thousand connect at once, some are cut off before they are heard."""
     keys = Keys.make("t1", TCP, ["local"])
     first = Server(keys.server, RANKS)
     with closing(Client(keys.join("local", first.endpoint, tmp_path), "rank", "generator/0")) as client:
@@ -521,7 +521,7 @@ def test_a_client_that_connects_again_says_who_it_is(tmp_path: Path) -> None:
 
 
 def cut(b: Bench) -> None:
-    """Break all connections, as a network does."""
+    """Break all connections, as a network failure does."""
     for descriptor in {*b.server._listener._waiting, *b.server._listener._known}:
         connection = socket.socket(fileno=descriptor)
         connection.shutdown(socket.SHUT_RDWR)
@@ -534,7 +534,7 @@ def test_a_peer_that_is_cut_after_its_hello_is_heard_on_its_next_connection(b: B
     assert b.server.send("generator/0:0", Goodbye("first"))
     assert until(lambda: client.receive(0.1)) == [Goodbye("first")]
     cut(b)
-    client.send(Ready("generator/0", 0, 1))  # it may be lost, or come before its sender has said who it is
+    client.send(Ready("generator/0", 0, 1))  # it may be lost, or arrive before the new Hello
     until(lambda: client.receive(0.02) or b.hear() is None or len(b.heard) >= 3)
     assert [type(message) for _, message in b.heard] == [Hello, Hello, Ready]
     assert b.server.send("generator/0:0", Goodbye("second"))
@@ -587,7 +587,7 @@ def test_a_key_that_is_not_on_the_list_is_refused(b: Bench) -> None:
 
 @pytest.mark.parametrize("endpoint", [TCP])
 def test_a_message_that_is_not_taken_after_a_refusal_is_told_as_the_refusal(b: Bench) -> None:
-    """libzmq takes the queue away with the refusal, which the client has not read yet."""
+    """libzmq drops the queue at a refusal, before the client has read that."""
     client = Client(stranger(b.join()), "rank", "generator/0")
     until(lambda: b.hear() == [] and not client.send(Heartbeat()))
     assert "does not know the key of host 'local'" in client.gone()
@@ -652,7 +652,7 @@ def test_a_goodbye_just_before_closing_arrives(b: Bench) -> None:
     b.server.close()
 
 
-# A pulse goes on while its main thread is busy, and is no second peer.
+# A heartbeat thread continues while the main thread is busy, and does not count as a second peer.
 
 
 def test_a_pulse_keeps_a_silent_rank_from_being_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -706,11 +706,11 @@ def test_a_rank_of_a_large_run_may_stand_still_almost_as_long_as_one_of_a_small_
     assert 1.0 <= beat_interval(ranks) <= SILENCE / 5
 
 
-# Silence is counted from the last sign of life, while somebody listens.
+# Silence is counted from the last sign of life, and only while the tracker looks.
 
 
 def look(tracker: LivenessTracker, since: int, until: int) -> list[str]:
-    """Who is late at last, when somebody looks twice a second."""
+    """Return the late peers at time `until`, after two looks per second from `since` on."""
     return [tracker.late(time / 2) for time in range(2 * since, 2 * until + 1)][-1]
 
 
@@ -727,7 +727,7 @@ def test_a_peer_is_late_once_it_was_silent_for_longer_than_allowed() -> None:
 
 
 def test_nobody_is_late_because_the_one_who_listens_was_stopped() -> None:
-    """What they said meanwhile may be read one after the other; whoever is silent from then on, or was before, is."""
+    """Messages sent meanwhile may be read one by one. A peer that was silent before, or stays silent after, is late."""
     tracker = LivenessTracker(silence=5.0)
     tracker.heard("a", 0.0)
     tracker.heard("b", 1.0)
@@ -740,7 +740,7 @@ def test_nobody_is_late_because_the_one_who_listens_was_stopped() -> None:
 
 
 def test_what_a_stop_took_is_known_at_the_moment_that_is_asked_about() -> None:
-    """The stop may come between a look at who is late and one at another deadline."""
+    """The process may be stopped between a check for late peers and another deadline's check."""
     tracker = LivenessTracker(3.0)
     tracker.heard("a", 0.0)
     assert tracker.late(0.5) == []

@@ -1,4 +1,4 @@
-"""Values of other hosts: equal bits, or an error that names the owner; and a server that nobody can upset."""
+"""Values read from other hosts: equal bits, or an error that names the owner; bad requests never stop the server."""
 
 import os
 import random
@@ -84,11 +84,11 @@ class Hosts:
         return reader
 
     def gives(self, handle: ObjectRef, value: Rewards) -> bool:
-        """Has a reader on host b equal bits?"""
+        """True if a reader on host b gets equal bits."""
         return torch.equal(self.reader.get(handle, Rewards).values_N, value.values_N)
 
     def raw(self, join: Join | None = None, owner: str = "") -> "zmq.Socket[bytes]":
-        """A DEALER without manners, with host b's keys unless `join` has others, to the server or to `owner`."""
+        """A DEALER socket that ignores the protocol, with host b's keys or `join`'s, to the server or `owner`."""
         join = join or self.join("b")
         context = zmq.Context()
         self.stack.callback(context.destroy, linger=0)
@@ -191,7 +191,7 @@ def test_a_block_freed_between_two_parts_is_refused(hosts: Hosts) -> None:
 
 
 def test_a_value_that_is_freed_while_it_is_read_is_whole_or_an_error(hosts: Hosts) -> None:
-    """The owner frees and puts in the same place while another thread reads: no reader ever sees a mixture."""
+    """The owner frees a value and puts another in its place while a thread reads: no reader sees a mixture."""
     wrong: list[int] = []
     read = [0]
     shown: list[ObjectRef] = []
@@ -218,7 +218,7 @@ def test_a_value_that_is_freed_while_it_is_read_is_whole_or_an_error(hosts: Host
             hosts.store.free(shown[-1])
             shown.append(hosts.store.put(Rewards(torch.full((CHUNK,), float(number)))))
             number += 1
-            if number % 8 == 0:  # this one stays until somebody has read it
+            if number % 8 == 0:  # this value stays until it was read
                 before = read[0]
                 until(lambda: read[0] > before or not thread.is_alive())  # noqa: B023 - called here
                 assert thread.is_alive()
@@ -241,7 +241,7 @@ def test_whatever_is_no_question_is_counted_and_dropped(hosts: Hosts) -> None:
     raw.send(bytes(MAX_QUESTION + 1))
     until(lambda: hosts.server.counts.total() == 25)
     assert hosts.server.counts == {"malformed": 24, "oversized": 1}
-    raw.send(bytes(8 * MAX_QUESTION))  # the connection is cut; others go on
+    raw.send(bytes(8 * MAX_QUESTION))  # cuts this connection; others continue
     assert hosts.gives(handle, rewards(3))
     assert raw.poll(0) == 0
 
@@ -282,7 +282,7 @@ def test_no_question_ends_the_thread_that_answers(hosts: Hosts) -> None:
 
 @pytest.mark.parametrize("number", [50_000, pytest.param(250_000, marks=pytest.mark.slow)])
 def test_a_mutated_question_has_an_answer_or_is_no_question(hosts: Hosts, number: int) -> None:
-    """Nothing else comes of it: the thread that answers catches nothing but these."""
+    """Nothing else may happen: the thread that answers catches no other exceptions."""
     handle, chance, kinds = hosts.store.put(rewards(3)), random.Random(number), Counter[str]()
     reader = hosts.new_reader("a")
     seeds = [QUESTION.pack((EXCHANGE, 7, Ask(one, 0, 64))) for one in (handle, *cruel(handle, hosts.run))]
@@ -398,7 +398,7 @@ def test_an_owner_that_dies_while_a_reader_waits_is_named_and_one_that_comes_bac
         owner.kill()
         owner.communicate()
         for left in Path("/dev/shm").glob(f"penstock-{hosts.run}-owner-*"):
-            left.unlink(missing_ok=True)  # another run's start may have swept it
+            left.unlink(missing_ok=True)  # another run may have swept it at its start
 
 
 def test_a_time_in_which_the_reader_itself_stood_still_is_no_silence_of_the_owner(
@@ -410,7 +410,7 @@ def test_a_time_in_which_the_reader_itself_stood_still_is_no_silence_of_the_owne
 
 
 def test_answers_that_are_late_or_wrong_are_counted_and_dropped(hosts: Hosts) -> None:
-    """An owner of the right key that talks nonsense before it answers."""
+    """The owner has the right key, and sends nonsense before its answer."""
     value = rewards(3)
     handle = hosts.store.put(value)
     block = bytes(ObjectReader(hosts.run, host="a").part(handle, 0, handle.nbytes))
@@ -447,7 +447,7 @@ def test_an_address_that_this_machine_lacks_is_named_with_its_host(hosts: Hosts)
 
 
 def test_a_closed_server_leaves_no_socket_and_no_thread(hosts: Hosts) -> None:
-    """What a test before this one has left may end meanwhile."""
+    """Threads and sockets that an earlier test left may end meanwhile."""
     files, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
     server = hosts.new_server(ObjectReader(hosts.run, host="a"), "generator.1")
     assert len(set(threading.enumerate()) - threads) == 2

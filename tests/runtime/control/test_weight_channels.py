@@ -1,4 +1,4 @@
-"""Who sends weights to whom, over which transport, and what a channel remembers."""
+"""Which replica sends weights to which, over which transport, and what a channel remembers."""
 
 import json
 import os
@@ -42,18 +42,18 @@ from tests.runtime.tensor.peer import Policy
 
 from .sockets import until
 
-# Who passes weights on to whom in a run: a chain where they are messages, and everybody else as without one.
+# Which replica passes weights on to which: a chain for messages, and directly from the trainers otherwise.
 
 
 def channel_of(trainers: int, *hosts: str, ranks: int = 1) -> Channel:
-    """From a trainer on host a to replicas on these hosts."""
+    """Return a channel from a trainer on host a to replicas on these hosts."""
     source = Replica("trainer/0", (Rank("a"),) * trainers)
     replicas = tuple(Replica(f"generator/{k}", (Rank(host),) * ranks) for k, host in enumerate(hosts))
     return Channel("policy>generator", "policy", source, "broadcast", "generator", replicas)
 
 
 def description(ranks: int = 1) -> Description:
-    """Of six equal tensors, which each rank holds, so that each sends an equal share of them."""
+    """The description of six equal tensors that each rank holds, so that each sends an equal share."""
     policy = Policy(1)
     policy.tensors = {f"t{k}": torch.zeros(100) for k in range(6)}
     return WeightPublisher("policy>generator", policy, ranks=ranks, proof="off").description
@@ -122,7 +122,7 @@ def test_a_replica_whose_predecessor_is_not_sent_the_version_gets_it_from_the_tr
     assert sources(routes, way, ()) == ["", "", ""]
 
 
-# What the names of hosts decide: which way weights go, and where gloo listens.
+# What host names determine: the transport of weights, and the address where gloo listens.
 
 
 pytestmark = pytest.mark.timeout(300)
@@ -130,7 +130,7 @@ SIDES: tuple[Side, ...] = ("source", "destination")
 RUN = f"testbridges{os.getpid()}"
 CHANNEL, TRAINER, GENERATOR = "policy>generator", "trainer/0", "generator/0"
 ADDRESS = "127.0.0.2"
-"""Of a host: this machine's loopback interface has all of 127.0.0.0/8."""
+"""A host's address: this machine's loopback interface has all of 127.0.0.0/8."""
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def both_sides(
     trainers_address: str = ADDRESS,
     store: HashStore | None = None,
 ) -> dict[Side, WeightChannels]:
-    """A trainer on host a and a generator on this one, both on this machine with one /dev/shm. They meet at `store`."""
+    """A trainer on host a and a generator on `host`, in fact both on this machine (one /dev/shm), with one `store`."""
     channel = Channel(
         CHANNEL,
         "policy",
@@ -234,7 +234,7 @@ def test_a_link_that_has_failed_keeps_nothing_of_its_receivers_memory(memory: Sh
     generator.send(command, trainer.publish(CHANNEL, 0, policy))
     trainer.send(command, None)
     until(generator.arrived)
-    assert mapped() == 2  # the receiver's own, and its sender's
+    assert mapped() == 2  # the receiver's own mapping, and its sender's
     generator.close()
     trainer.publish(CHANNEL, 1, policy)
     trainer.send(Send(CHANNEL, 1, TRAINER, GENERATOR), None)
@@ -264,13 +264,13 @@ def test_later_links_of_a_chain_wait_a_little_longer_so_that_the_first_one_names
 
 
 def test_an_address_that_the_machine_lacks_is_told_with_where_it_is_written(memory: SharedMemory) -> None:
-    """And the other side learns that whoever has it had come."""
+    """The generator's error says that all sides have come, so that their connection is at fault."""
     store = HashStore()
     trainer = both_sides("b", memory, trainers_address="192.0.2.1", store=store)["source"]
     generator = both_sides("b", memory, timeout=1.0, store=store)["destination"]
     with ThreadPoolExecutor(2) as threads:
         there = threads.submit(trainer.open, Span(CHANNEL, TRAINER, GENERATOR, "source"))
-        until(store.num_keys)  # it has come, however late
+        until(store.num_keys)  # the trainer has come, however late
         here = threads.submit(generator.open, Span(CHANNEL, TRAINER, GENERATOR, "destination"))
     source, destination = str(there.exception()), str(here.exception())
     assert "cannot listen on 192.0.2.1, needed an address of this machine (`address` of its host in the" in source
@@ -280,7 +280,7 @@ def test_an_address_that_the_machine_lacks_is_told_with_where_it_is_written(memo
 def test_a_version_goes_out_when_its_sender_is_through_with_the_one_before(
     memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The receiver has version 0, and asks for the next one, while the sender still takes down what it has sent."""
+    """The receiver has version 0 and asks for the next one while the sender still stores what it has sent."""
     began, taken_down, send, keep = Event(), Event(), DeltaTransport.send, DeltaTransport._keep
 
     def send_and_say(transport: DeltaTransport, version: int, copies: Sequence[Copy], parts: Shards) -> int:
@@ -313,7 +313,7 @@ def test_a_version_goes_out_when_its_sender_is_through_with_the_one_before(
         side.close()
 
 
-# The ways of a trainer and of replicas in a chain, told what to send by commands as a scheduler gives them.
+# The channels of a trainer and of replicas in a chain; `Send` commands come as a scheduler gives them.
 
 
 CHANNEL, TRAINER = "policy>generator", "trainer/0"
@@ -321,7 +321,7 @@ NAMES = tuple(f"generator/{index}" for index in range(3))
 
 
 class Chain:
-    """All ranks of a chain, in this process: a trainer on one host and three generators on others."""
+    """All ranks of a chain in this process: a trainer on one host and three generators on others."""
 
     def __init__(self) -> None:
         source = Replica(TRAINER, (Rank("a"),))
@@ -333,7 +333,7 @@ class Chain:
         self.ways = {name: WeightChannels(channels, name, 0, "cpu", settings) for name in (TRAINER, *NAMES)}
 
     def sync(self, version: int, *groups: Sequence[str]) -> None:
-        """Send a version to each group of replicas at once, the groups one after the other, and swap it in."""
+        """Send a version to each group of replicas and swap it in; a group's replicas are sent it together."""
         self.policy.advance(version)
         manifest = self.ways[TRAINER].publish(CHANNEL, version, {"policy": self.policy})
         assert manifest is not None
@@ -353,7 +353,7 @@ class Chain:
                 assert all(torch.equal(weights.tensors[key], t) for key, t in self.policy.tensors.items())
 
     def told(self, name: str) -> list[Arrived | Abort]:
-        """What a rank has to tell next."""
+        """Return the next reports of a replica."""
         found: list[Arrived | Abort] = []
 
         def look() -> bool:
@@ -364,7 +364,7 @@ class Chain:
         return found
 
     def until_passed_on(self, *counts: int) -> None:
-        """How many versions each generator has: the last one is counted when the next replica has it already."""
+        """Wait for the numbers of versions that generators have passed on, counted after the next replica has them."""
         until(lambda: [self.ways[name].counts()["passed on"] for name in NAMES] == list(counts))
 
 
@@ -391,7 +391,7 @@ def test_who_is_sent_a_version_at_once_passes_it_on_and_who_comes_later_has_it_f
     assert [ways.arrived() for ways in chain.ways.values()] == [[]] * 4
 
 
-# What a stage says of weights that are on their way: who really sends them, and who is awaited.
+# What a stage reports of weights in transit: who sends them, and who is waited for.
 
 
 CHANNEL = "policy>generator"
@@ -401,7 +401,7 @@ GENERATORS = tuple(f"generator/{index}" for index in range(3))
 
 @pytest.fixture(params=["auto", "shm"])
 def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Stage:
-    """Version 0 is on its way from a trainer on host a to generators on b, c and d."""
+    """A stage that is sending version 0 from a trainer on host a to generators on b, c and d."""
     transport: Literal["auto", "shm"] = request.param
     graph, flags = trace(toy, {}), RunOptions(updates=4, batch=2, transport=transport)
     plan = place([graph], Cluster(hosts=HOSTS, pools={"generator": ("b", "c", "d")}), generators=len(GENERATORS))
@@ -462,7 +462,7 @@ def test_an_order_names_those_that_are_sent_weights_together_once() -> None:
 
 
 def test_what_was_to_go_to_a_replica_that_is_lost_is_sent_to_none_that_comes_in_its_place() -> None:
-    """It is lost before what follows from a publication has been sent: its order is dropped, and so is its sender's."""
+    """It is lost after a publication, before the orders are sent: its order is dropped, and so is its sender's."""
     outbox, lives = Outbox(), dict.fromkeys(GENERATORS, 0)
     outbox.lives = lives
     for version in range(2):
@@ -491,7 +491,7 @@ def test_what_was_to_go_to_a_replica_that_is_lost_is_sent_to_none_that_comes_in_
 
 
 def senders(stage: Stage) -> list[str]:
-    """From whom each generator has its weights."""
+    """The sender of each generator's weights."""
     return ["trainer/0", *GENERATORS[:2]] if stage.flags.transport == "auto" else ["trainer/0"] * 3
 
 
