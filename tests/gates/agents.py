@@ -21,7 +21,7 @@ def asked_for(running: Running, host: str) -> Line:
 
 
 class Agents:
-    """The agents of other hosts, each of which takes its join file from the shared run folder or from a copy."""
+    """The agents of other hosts. Each takes its join file from the shared run folder or from a copy."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -31,7 +31,7 @@ class Agents:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Whatever a failed test has left is ended."""
+        """End what a failed test has left."""
         for process in self.processes.values():
             process.kill()
             process.communicate()
@@ -43,7 +43,7 @@ class Agents:
         self.processes[line["host"]] = subprocess.Popen(command, stderr=pipe, text=True, start_new_session=True)
 
     def kill(self, host: str) -> None:
-        """SIGKILL to a host's agent alone."""
+        """Send SIGKILL to a host's agent alone."""
         for process in psutil.Process(self.processes[host].pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # a short-lived child, such as one that asks for the host's facts
                 words = process.cmdline()
@@ -51,13 +51,13 @@ class Agents:
                     process.kill()
 
     def ended(self, host: str) -> tuple[int, str]:
-        """The exit status of a host's agent, and what it said: what was left there among it."""
+        """Return the exit status of a host's agent and its stderr, which also lists what was left on the host."""
         _, said = self.processes[host].communicate(timeout=DEADLINE_S)
         return self.processes[host].returncode, said
 
 
 class Commands:
-    """Commands of Penstock on the hosts of a network; what a failed test has left of them is ended."""
+    """Commands of Penstock on the hosts of a network. At the end those that a failed test has left are killed."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -74,8 +74,8 @@ class Commands:
     def start(
         self, host: str, *words: str, before: str = "", path: Path | None = None, hidden: tuple[Path, ...] = ()
     ) -> "subprocess.Popen[str]":
-        """`penstock WORDS`, on one core; `before` are lines of Python that come first, modules of the folder `path` go
-        before all others."""
+        """Start `penstock WORDS` on one core. `before` are lines of Python that run first; modules in the folder `path`
+        shadow all others."""
         code = f"{before}\nfrom penstock.runtime.cli.main import main\nmain({list(words)!r})"
         folders = [str(path)] * bool(path) + os.environ.get("PYTHONPATH", "").split(os.pathsep)
         alone = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), "env", f"PYTHONPATH={':'.join(folders)}"]
@@ -90,7 +90,7 @@ class Commands:
 
 
 def terminate(process: "subprocess.Popen[str]") -> None:
-    """SIGTERM to a command on a host, which runs below what has made the host's namespaces."""
+    """Send SIGTERM to a command on a host. It is a descendant of the process that made the host's namespaces."""
     found = []
     for each in psutil.Process(process.pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # a short-lived child
@@ -100,14 +100,14 @@ def terminate(process: "subprocess.Popen[str]") -> None:
 
 
 def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
-    """The exit status of a command, and what it said on stderr."""
+    """Return the exit status of a command, and its stderr."""
     _, said = process.communicate(timeout=DEADLINE_S)
     return process.returncode, said
 
 
 @contextmanager
 def spread(network: Network, folder: Path, hosts: Sequence[str] = HOSTS) -> Iterator[tuple[Running, Agents]]:
-    """A run whose launcher is on the first host, with agents on all `hosts`."""
+    """Launch a run on the first host, with agents on all `hosts`."""
     with Running(folder, network.on("a")) as running, Agents(network) as agents:
         for host in hosts[1:]:
             agents.start(asked_for(running, host))

@@ -1,5 +1,5 @@
-"""A run in processes of its own: python launch_run.py FOLDER RUN [GRACE]; the launcher's lines on stdout, its exit
-status. GRACE is the launcher's, if it is not the run's."""
+"""Launch a run in processes: python launch_run.py FOLDER RUN [GRACE]. Prints the launcher's lines, and ends with its
+exit status. GRACE is the launcher's grace if it differs from the run's."""
 
 import json
 import sys

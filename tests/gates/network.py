@@ -1,5 +1,5 @@
-"""Hosts with a network between them, on this machine: for each a network namespace with an address of its own, and for
-its processes their own loopback, `/dev/shm`, host name and pids. Needs root, Linux and iproute2.
+"""Hosts with a network between them, on this machine. Each is a network namespace with an address of its own; its
+processes have their own loopback, `/dev/shm`, host name and pids. Needs root, Linux and iproute2.
 """
 
 import secrets
@@ -11,8 +11,8 @@ from types import TracebackType
 LIMIT_S = 20.0
 """Seconds for a command of iproute2."""
 
-# The first process of a host: it says what the command has left there, and fails if there is anything. What a command
-# that was killed has left gets some seconds to go.
+# The first process of a host. It prints what the command has left on the host, and fails if there is anything. After a
+# command that was killed, it waits some seconds for the rest to go.
 INIT = r"""
 mount -t tmpfs tmpfs /dev/shm && hostname "$0" || exit 99
 for folder in $HIDDEN; do mount -t tmpfs tmpfs "$folder" || exit 99; done
@@ -34,8 +34,8 @@ exit 98
 
 
 class Network:
-    """Hosts by their names, joined by a switch; `address` has where each is reached, as does `ipv6`, in brackets. All
-    of it goes at the end."""
+    """Named hosts, joined by a switch; `address` has the IPv4 address of each, `ipv6` the IPv6 address in brackets. All
+    are removed at the end."""
 
     def __init__(self, *hosts: str) -> None:
         self._token = secrets.token_hex(3)
@@ -56,8 +56,8 @@ class Network:
         self._remove()
 
     def on(self, host: str, *, hidden: Sequence[Path] = ()) -> list[str]:
-        """What a command is to begin with to run on a host, which sees empty folders for those that are `hidden`. Its
-        exit status is 98 if it has left a process or a segment there; which, is said on stderr."""
+        """Return the words before a command that make it run on a host, where the `hidden` folders are empty. The exit
+        status is 98 if it has left processes or segments there; stderr lists them."""
         enter = ["nsenter", f"--net=/run/netns/{self.namespace(host)}", "env", f"HIDDEN={' '.join(map(str, hidden))}"]
         apart = ["--mount", "--uts", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"]
         return [*enter, "unshare", *apart, "sh", "-c", INIT, host]
@@ -67,22 +67,22 @@ class Network:
         _ip("-n", self.namespace("switch"), "link", "set", "dev", host, "down")
 
     def close(self, host: str, ports: str, sender: str = "") -> None:
-        """Let a host take nothing that comes to these TCP ports of it ("7000", "1024-65534"), from one sender or from
-        all, without an answer, as a firewall does."""
+        """Drop all packets to these TCP ports of a host ("7000", "1024-65534"), from one sender or from all, without an
+        answer, as a firewall does."""
         rule = "-n", self.namespace(host), "rule"
-        # The kernel's own addresses come first of all rules; a rule before them is possible once they have moved.
+        # The kernel's rule for local addresses is the first one. Move it, so that a rule can come before it.
         _ip(*rule, "add", "pref", "20", "lookup", "local")
         where = ["from", self.address[sender]] if sender else []
         _ip(*rule, "add", "pref", "10", *where, "iif", "eth0", "ipproto", "tcp", "dport", ports, "blackhole")
         _ip(*rule, "delete", "pref", "0")
 
     def listening(self, host: str) -> set[str]:
-        """The addresses at which something listens on a host, without their ports."""
+        """Return the addresses at which a process listens on a host, without ports."""
         said = _run("nsenter", f"--net=/run/netns/{self.namespace(host)}", "ss", "--no-header", "-ltun")
         return {line.split()[4].rpartition(":")[0] for line in said.splitlines()}
 
     def namespace(self, host: str) -> str:
-        """The name of a host's network namespace."""
+        """Return the name of a host's network namespace."""
         return f"penstock-{self._token}-{host}"
 
     def _build(self) -> None:
@@ -96,20 +96,20 @@ class Network:
             _ip("-n", switch, "link", "add", "name", host, "type", "veth", "peer", "name", "eth0", "netns", own)
             _ip("-n", switch, "link", "set", "dev", host, "master", "switch0", "up")
             _ip("-n", own, "address", "add", f"{address}/24", "dev", "eth0")
-            # Used at once, without looking for another host that has it.
+            # nodad: use the address at once, without asking whether another host has it.
             _ip("-n", own, "address", "add", f"{self.ipv6[host].strip('[]')}/64", "dev", "eth0", "nodad")
             for name in ("eth0", "lo"):
                 _ip("-n", own, "link", "set", "dev", name, "up")
 
     def _remove(self) -> None:
-        """Its links go with a namespace."""
+        """Delete the namespaces, and with them their links."""
         for host in ("switch", *self.address):
             if Path(f"/run/netns/{self.namespace(host)}").exists():
                 _ip("netns", "delete", self.namespace(host))
 
 
 def why_not() -> str:
-    """Why there can be no such hosts here; "" if there can."""
+    """Return why such hosts are not possible here; "" if they are."""
     try:
         with Network("a") as network:
             _run(*network.on("a"), "true")

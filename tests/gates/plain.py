@@ -1,4 +1,4 @@
-"""The same algorithms as plain loops in one thread: nodes are called one after the other, and nothing of the runtime.
+"""The same algorithms as plain loops in one thread, which call the nodes one after the other, without the runtime.
 
 The groups of update u are sampled with the weights of version max(0, u − lag).
 """
@@ -20,7 +20,7 @@ from penstock.nodes.score import Rule, score
 
 
 def toy_loop(updates: int, batch: int, *, samples: int = 4, lag: int = 0) -> dict[str, Tensor]:
-    """The state of the fake policy after `updates`."""
+    """Return the state of the fake policy after `updates`."""
     policy, source = fake.FakePolicy(Context()), fake.open_prompts(Context())
     engine, weights = fake.FakeEngine(samples, 0.0), _Versions(policy.weights)
     for update in range(updates):
@@ -36,7 +36,7 @@ def toy_loop(updates: int, batch: int, *, samples: int = 4, lag: int = 0) -> dic
 
 
 def aipo_loop(context: Context, rule: Rule, *, samples: int, lr: float, lag: int = 0) -> list[dict[str, Tensor]]:
-    """The policy's state before the first and after every update."""
+    """Return the policy's state before the first and after every update."""
     torch.set_num_threads(context.threads)
     policy, source = make_policy(_named(context, "policy")), open_prompts(_named(context, "prompts"))
     assert isinstance(policy, LanguagePolicy)

@@ -1,10 +1,10 @@
-"""The Pods of a JobSet on this machine, with the very commands of its manifests, and an instrument in the place of
-`kubectl`, since no API server can be had here.
+"""The Pods of a JobSet on this machine. They run the commands of its manifests; a test instrument replaces `kubectl`,
+since there is no API server here.
 
-A Pod is a host of `network`, with the files that its manifest mounts and no others: of this machine it sees the system,
-Python and the repository. All containers run as the user of the manifest. What becomes of Pods
-that end is decided by the policies of the manifest. It is no Kubernetes: Pods run until they end, there is one of each
-number, and nothing is scheduled.
+A Pod is a host of `network`. It sees the files that its manifest mounts, and of this machine only the system, Python
+and the repository. All containers run as the user of the manifest. The policies of the manifest decide what follows
+the end of a Pod. This is not Kubernetes: Pods run until they end, there is one of each number, and nothing is
+scheduled.
 """
 
 import json
@@ -27,9 +27,9 @@ from .running import until
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ("controller-0", "agents-0", "agents-1")
-"""Hosts of the network, by the job of a Pod and its number."""
+"""Hosts of the network, named by a Pod's job and number."""
 
-# A test instrument, not kubectl. What is created it leaves to the test, and it shows what the test's Pods write.
+# A test instrument, not kubectl. It hands what is created to the test, and shows the logs of the test's Pods.
 INSTRUMENT = '''#!{python}
 """A test instrument, not kubectl: hands manifests to the test that has made it, and shows the log of its Pods."""
 import json, pathlib, sys, time, yaml
@@ -72,7 +72,7 @@ else:
     sys.exit(f"this is a test instrument, not kubectl, and does not know {{words}}")
 '''
 
-# The root of a Pod: the folders that each sees are bound into an empty one, and its own mounts are made there.
+# Makes the root folder of a Pod: an empty folder with bind mounts of the folders that all Pods see.
 MAKE_ROOT = r"""
 set -eu
 mount --make-rprivate /
@@ -88,20 +88,20 @@ mount --bind "$NAMES" "$AT/etc/hosts"
 
 @dataclass
 class Pod:
-    """A Pod that runs or has ended. `process` has its host's first process."""
+    """A Pod that runs or has ended. `process` is the parent of its host's first process."""
 
     job: str
     host: str
     process: "subprocess.Popen[bytes]"
 
     def terminate(self) -> None:
-        """What kubelet does first when a Pod is taken away: SIGTERM to the first process of its container."""
+        """Send SIGTERM to the first process of the container, as kubelet does first when a Pod is taken away."""
         [first] = psutil.Process(self.process.pid).children()
         [main] = first.children()
         main.send_signal(signal.SIGTERM)
 
     def end(self) -> bool:
-        """Ask it to end; whether it has. One that has just begun may have no process yet that hears it."""
+        """Ask it to end, and return True if it has. A Pod that has just begun may have no process yet for a signal."""
         with suppress(psutil.NoSuchProcess, ValueError):
             self.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -110,14 +110,14 @@ class Pod:
 
 
 class Pods:
-    """Whatever `penstock run … --on kubernetes` creates with `environment`, whose claim is the folder `claim`."""
+    """The Pods that `penstock run … --on kubernetes` creates under `environment`; the volume claim is `claim`."""
 
     def __init__(self, folder: Path, network: Network) -> None:
         self.network, self._folder = network, folder / "cluster"
         self.claim = folder / "claim"
         for made in (self._folder, self.claim, self._folder / "root"):
             made.mkdir()
-        # As `fsGroup` leaves a claim: of root, and of the group that Pods have.
+        # `fsGroup` gives a claim to root and to the Pods' group.
         os.chown(self.claim, 0, 1000)
         self.claim.chmod(0o2775)
         instrument = self._folder / "kubectl"
@@ -126,9 +126,9 @@ class Pods:
         self.environment = {**os.environ, "PATH": f"{self._folder}:{os.environ['PATH']}"}
         self.running: list[Pod] = []
         self.statuses: list[tuple[str, int]] = []
-        """Of all Pods that have ended, in that order: the job and the exit status."""
+        """Job and exit status of all Pods that have ended, in the order of their ends."""
         self.starts, self.successors = 0, 0
-        """How often all Pods were started, and how often one alone."""
+        """The number of starts of all Pods together, and of Pods alone."""
         self._jobset: dict[str, Any] = {}
 
     def __enter__(self) -> "Pods":
@@ -138,11 +138,11 @@ class Pods:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for pod in self.running:
-            pod.process.kill()  # and with it all that is in its namespace of pids
+            pod.process.kill()  # and with it its whole pid namespace
             pod.process.wait()
 
     def await_jobset(self) -> None:
-        """Until a JobSet and its Secret were created; then its Pods are started."""
+        """Wait until a JobSet and its Secret are created, and start its Pods."""
         created = [self._folder / f"{kind}.json" for kind in ("JobSet", "Secret")]
         until(lambda: all(path.exists() for path in created), "a JobSet and its Secret were created")
         self._jobset = json.loads((self._folder / "JobSet.json").read_text())
@@ -152,14 +152,14 @@ class Pods:
         self.start()
 
     def start(self) -> None:
-        """All Pods of the JobSet anew."""
+        """Start all Pods of the JobSet, the first time or again."""
         self.starts += 1
         for job in self._jobset["spec"]["replicatedJobs"]:
             for number in range(job["template"]["spec"]["completions"]):
                 self._start(job["name"], number)
 
     def step(self) -> str:
-        """Look after Pods that have ended, as the JobSet says. Its state: "", Completed or Failed."""
+        """Treat Pods that have ended as the JobSet says, and return its state: "", Completed or Failed."""
         jobs = {one["name"]: one["template"]["spec"] for one in self._jobset["spec"]["replicatedJobs"]}
         for pod in [pod for pod in self.running if pod.process.poll() is not None]:
             status = pod.process.returncode
@@ -184,7 +184,7 @@ class Pods:
                 self._start(pod.job, int(pod.host.rpartition("-")[2]))
             elif status and pod.job in self._jobset["spec"]["successPolicy"]["targetReplicatedJobs"]:
                 return self._end("Failed")
-            elif status:  # such as one that has waited too long for the controller, and counts
+            elif status:  # it counts, such as an agent that has waited too long for the controller
                 ended = [one for one in self.statuses if one[0] == pod.job and one[1] not in (0, 75)]
                 assert len(ended) <= jobs[pod.job]["backoffLimit"], self.logs()
                 self._start(pod.job, int(pod.host.rpartition("-")[2]))
@@ -203,7 +203,7 @@ class Pods:
         return state
 
     def _clear(self) -> None:
-        """The other Pods are deleted."""
+        """Delete the other Pods."""
         for pod in self.running:
             until(pod.end, f"the end of {pod.host}")
             self.statuses.append((pod.job, pod.process.returncode))
@@ -220,7 +220,7 @@ class Pods:
         place = self._folder / "root"
         names = self._folder / "hosts"
         subdomain = self._jobset["spec"]["network"]["subdomain"]
-        if not names.exists():  # other Pods have it mounted
+        if not names.exists():  # write it once: other Pods have it mounted
             names.write_text(
                 f"127.0.0.1 localhost\n{self.network.address['controller-0']} {name}-controller-0-0.{subdomain}\n"
             )
@@ -229,7 +229,7 @@ class Pods:
         for volume in spec["volumes"]:
             path = f"{place}{mounts[volume['name']]}"
             if volume["name"] == "shm":
-                lines.append(f"chmod 1777 {path}")  # the host's own, which looks for what was left in it
+                lines.append(f"chmod 1777 {path}")  # the host's own /dev/shm, which is searched at the end
                 continue
             lines.append(f"mkdir -p {path}")
             if "persistentVolumeClaim" in volume:
@@ -238,11 +238,11 @@ class Pods:
                 lines.append(f"mount -t tmpfs tmpfs {path} && chown 0:{group} {path} && chmod 2777 {path}")
             for item in volume.get("secret", {}).get("items", ()):
                 text, file = shlex.quote(self._secret[item["key"]]), f"{path}/{item['path']}"
-                # What kubelet makes of any mode where there is an fsGroup.
+                # kubelet sets this mode where there is an fsGroup, whatever the manifest says.
                 lines.append(f"printf %s {text} > {file} && chown 0:{group} {file} && chmod 0440 {file}")
         variables = {"POD_IP": self.network.address[host], "HOME": "/tmp", "PYTHONPATH": f"{ROOT}/src"}
         variables["PATH"] = f"{Path(sys.prefix).resolve()}/bin:/usr/bin:/bin"
-        variables["JOB_COMPLETION_INDEX"] = str(number)  # of every Pod of an indexed Job
+        variables["JOB_COMPLETION_INDEX"] = str(number)  # every Pod of an indexed Job has it
         for one in main.get("env", ()):
             if "value" in one:
                 variables[one["name"]] = one["value"]

@@ -1,8 +1,8 @@
-"""A program whose policy has 16 MiB of weights beside the fake one's, and ways to trouble their journey.
+"""A program whose policy has 16 MiB of weights beside the fake one's, with options that disturb their transfer.
 
-`way` "messages" makes every rank think that it is alone on its host, and "no room" leaves the generator no files
-larger than the limit, so no segment for its arena. With a `mark`, the sender stops in the middle of version `at`: half
-of the bytes are through when it makes that file, and it goes on once there is a second one, `mark`.go.
+`way` "messages" makes every rank believe that it is alone on its host. "no room" limits the size of the generator's
+files, so that it gets no segment for its arena. With a `mark`, the sender stops in the middle of version `at`: it makes
+that file when half of the bytes are sent, and goes on when there is a second file, `mark`.go.
 """
 
 import os
@@ -23,13 +23,13 @@ from penstock.runtime.tensor import link, one_sided
 from penstock.runtime.tensor.process_group import Connection, Message
 
 PARTS, PART_BYTES, FILE_LIMIT = 8, 2 << 20, 16 << 20
-SMALL = 1 << 18  # bytes: more than what else travels with all versions
+SMALL = 1 << 18  # bytes: more than all other data that is sent with the versions
 PATIENCE_S = 60.0
 COPY, SEND = one_sided.copy_elements, Connection.send  # type: ignore[attr-defined]
 
 
 class LargePolicy(FakePolicy):
-    """The fake policy, and large tensors of which each version changes one element in a hundred."""
+    """The fake policy with large tensors. Each version changes one in a hundred of their elements."""
 
     maker: ClassVar[str] = f"{__file__}:make_large_policy"
 
@@ -44,8 +44,8 @@ class LargePolicy(FakePolicy):
 
 
 class Halfway:
-    """Stops at the middle of a version: called for each piece or message that is sent. `moved` are the bytes of those
-    that are not small, of all versions."""
+    """Called for each piece or message that is sent; blocks in the middle of a version. `moved` counts the bytes of
+    large pieces and messages, of all versions."""
 
     def __init__(self, mark: Path, at: int) -> None:
         self.mark, self.first = mark, at * PARTS * PART_BYTES
@@ -101,7 +101,7 @@ def make_engine(context: Context, *, samples: int, ms: float) -> FakeEngine:
 def generate_with_large_weights(
     engine: FakeEngine, prompts: Prompts, behaviour: Weights, *, samples: int = 4, ms: float = 1.0
 ) -> tuple[FakeEngine, Rollouts]:
-    """`fake_generate` where large weights arrive."""
+    """`fake_generate` with large weights as input."""
     made: tuple[FakeEngine, Rollouts] = fake_generate.fn(engine, prompts, behaviour, samples=samples)
     return made
 

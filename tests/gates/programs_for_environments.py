@@ -1,4 +1,4 @@
-"""A user's environment that is slow, or hangs, at one group; and a program of fake nodes that talks to it."""
+"""A user's environment that is slow, or hangs, at one group; and programs of fake nodes."""
 
 import os
 import time
@@ -18,7 +18,7 @@ PATIENCE_S = 60.0
 
 
 def hang(how: str) -> None:
-    """The ways in which a function may never return."""
+    """Never return: in a sleep, in a system call, or in Python code."""
     if how == "sleep":
         time.sleep(3600)
     if how == "read":
@@ -28,7 +28,7 @@ def hang(how: str) -> None:
 
 
 def wait_for(folder: Path, count: int) -> None:
-    """Until `count` groups have their marks in the folder."""
+    """Wait until `count` groups have marks in the folder."""
     end = time.monotonic() + PATIENCE_S
     while len(list(folder.iterdir())) < count:
         assert time.monotonic() < end, f"only {len(list(folder.iterdir()))} other groups went on"
@@ -39,8 +39,8 @@ def wait_for(folder: Path, count: int) -> None:
 def shop(
     rollouts: Rollouts, *, folder: str, slow: int = -1, others: int = 0, hangs: int = -1, how: str = "sleep"
 ) -> tuple[Replies, Metrics]:
-    """Two turns for every group. The first of group `slow` lasts until `others` groups are through all of theirs; the
-    second of group `hangs` never ends, or with how="once" does so the first time only."""
+    """Answer two turns of every group. The first turn of group `slow` lasts until `others` groups have ended theirs;
+    the second turn of group `hangs` never ends, or with how="once" ends at the second try."""
     ordinal, turn, count = rollouts.ordinals[0], rollouts.turns()[0] - 1, len(rollouts)
     if (ordinal, turn) == (slow, 0):
         wait_for(Path(folder), others)
@@ -56,14 +56,14 @@ def shop(
 
 @node(pool="scorer")
 def seen(replies: Replies) -> tuple[Rewards, Metrics]:
-    """The environment's rewards."""
+    """Return the environment's rewards."""
     assert replies.rewards_N is not None
     return Rewards(replies.rewards_N), {"reward_mean": float(replies.rewards_N.mean())}
 
 
 @node(pool="scorer")
 def marked(rollouts: Rollouts, rewards: Rewards, *, folder: str) -> Rewards:
-    """A file says that the group has come so far: by now the scheduler has heard that it was `seen`."""
+    """Mark the group with a file. By now the scheduler knows that it was `seen`."""
     (Path(folder) / str(rollouts.ordinals[0])).touch()
     return rewards
 
@@ -81,7 +81,7 @@ def shopping(
     deadline: float = 60.0,
     lag: int = 1,
 ) -> FakePolicy:
-    """Two turns per group with the environment above."""
+    """Two turns per group with `shop`."""
     rollouts, replies = alternate(
         fake_generate,
         shop,
@@ -100,7 +100,7 @@ def shopping(
 
 @program
 def uneven(policy: FakePolicy, prompts: FakePrompts, *, ms: float = 0.0, lag: int = 1) -> FakePolicy:
-    """Replies that take anything up to `ms`, so that groups finish in any order."""
+    """Replies take a random time up to `ms`, so that groups finish in any order."""
     behaviour = broadcast(policy, lag=lag)
     late = fake_environment.given(jitter_ms=ms)
     rollouts, _ = alternate(fake_generate, late, prompts, behaviour, turns=3, samples=3, jitter_ms=ms)
@@ -109,7 +109,7 @@ def uneven(policy: FakePolicy, prompts: FakePrompts, *, ms: float = 0.0, lag: in
 
 @node(pool="scorer")
 def wary(rewards: Rewards) -> Rewards:
-    """Warns at each firing, of which the first is shown."""
+    """Warn at each firing. Only the first warning is shown."""
     warnings.warn("these rewards are <made up>", NodeWarning, stacklevel=1)
     return rewards
 
@@ -122,7 +122,7 @@ def warned(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
 
 @program
 def asked(policy: FakePolicy, prompts: FakePrompts, *, url: str, lag: int = 1, retries: int = 0) -> FakePolicy:
-    """Rewards of a server."""
+    """Rewards come from a server."""
     rollouts = fake_generate(prompts, broadcast(policy, lag=lag))
     rewards = remote_score(rollouts, by=partial(http_reward, url=url), deadline=20.0, retries=retries)
     return fake_update(policy, rollouts, rewards)

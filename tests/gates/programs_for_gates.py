@@ -1,4 +1,4 @@
-"""Programs that go wrong in given ways, and one that learns from its first update on."""
+"""Programs that fail in chosen ways, and programs that learn from the first update on."""
 
 import os
 import resource
@@ -25,16 +25,16 @@ from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.one_sided import OneSidedTransport
 
-# Seconds that a checkpoint is written where that takes long: more than a grace in which a process may stand still.
+# Seconds that a slow checkpoint takes to write: longer than a grace in which a process may be suspended for a while.
 WRITES_S = 14.0
 
 
 class FakeError(RuntimeError):
-    """Raised where `raise_at` says so."""
+    """Raised at the firing `raise_at`."""
 
 
 def fail(name: str, index: int, raise_at: int, hang_at: int) -> None:
-    """Raise or never end at the firing that is named (a group's ordinal, an update); −1 is none."""
+    """Raise or never end at the given firing (a group's ordinal, an update); −1 is none."""
     if index == raise_at:
         raise FakeError(f"{name}[{index}] was told to raise")
     if index == hang_at:
@@ -78,7 +78,7 @@ def failing_update(
 def hangs(
     policy: FakePolicy, prompts: FakePrompts, *, generate: int = -1, score: int = -1, update: int = -1, lag: int = 1
 ) -> FakePolicy:
-    """A node of one pool never ends the firing that is named."""
+    """A node of one pool never ends the given firing."""
     rollouts = failing_generate(prompts, broadcast(policy, lag=lag), ms=5.0, hang_at=generate)
     rewards = failing_score(rollouts, hang_at=score)
     return failing_update(policy, rollouts, rewards, ms=5.0, hang_at=update)
@@ -86,7 +86,7 @@ def hangs(
 
 @node(pool="trainer", clock="update")
 def stuck_update(policy: FakePolicy, rollouts: Rollouts, rewards: Rewards, *, mark: str) -> tuple[FakePolicy, Metrics]:
-    """The third update never ends; the file `mark` says that it has begun."""
+    """Never end the third update; the file `mark` says that it has begun."""
     if policy.version == 2:
         Path(mark).touch()
         sleep(3600.0)
@@ -105,7 +105,7 @@ def stuck(policy: FakePolicy, prompts: FakePrompts, *, mark: str) -> FakePolicy:
 def spoiling_update(
     policy: FakePolicy, rollouts: Rollouts, rewards: Rewards, *, spoil: str
 ) -> tuple[FakePolicy, Metrics]:
-    """After it no checkpoint can be written: the "disk" has no room for it, or the "state" is none."""
+    """Make the next checkpoint fail: the "disk" has no room for it, or the "state" is not made of tensors."""
     updated: tuple[FakePolicy, Metrics] = fake_update.fn(policy, rollouts, rewards)
     policy.momentum_W = torch.zeros(1 << 20)
     if spoil == "disk":
@@ -122,7 +122,7 @@ def await_gone(holds: str, name: str) -> None:
 
 
 class HeldPolicy(FakePolicy):
-    """Is made once there is no file "start"."""
+    """A policy that is made only when there is no file "start"."""
 
     maker: ClassVar[str] = f"{__file__}:make_held"
 
@@ -133,7 +133,7 @@ def make_held(context: Context) -> HeldPolicy:
 
 
 class HeldEngine(FakeEngine):
-    """Goes no further than to the middle of a group while there is a file "group NUMBER"."""
+    """Waits in the middle of a group while there is a file "group NUMBER"."""
 
     def __init__(self, samples: int, slots: int, holds: str) -> None:
         super().__init__(samples, 0.0, slots=slots)
@@ -155,7 +155,7 @@ def held_generate(
 
 @node(pool="trainer", clock="update")
 def held_update(policy: HeldPolicy, rollouts: Rollouts, rewards: Rewards, *, holds: str) -> tuple[HeldPolicy, Metrics]:
-    """Waits while there is a file of the update's number."""
+    """Wait while there is a file named by the update's number."""
     await_gone(holds, str(policy.version))
     updated: tuple[HeldPolicy, Metrics] = fake_update.fn(policy, rollouts, rewards)
     return updated
@@ -163,13 +163,13 @@ def held_update(policy: HeldPolicy, rollouts: Rollouts, rewards: Rewards, *, hol
 
 @program
 def held(policy: HeldPolicy, prompts: FakePrompts, *, holds: str, lag: int = 1) -> HeldPolicy:
-    """The program toy, held up where a test is to act, however late that is: by files in the folder `holds`."""
+    """The program toy. Files in the folder `holds` make it wait at a point until the test has acted there."""
     rollouts = held_generate(prompts, broadcast(policy, lag=lag), samples=4, holds=holds)
     return held_update(policy, rollouts, fake_score(rollouts), holds=holds)
 
 
 class SlowExport(FakePolicy):
-    """From its second version on, a checkpoint of it takes as long as anybody waits."""
+    """Its checkpoint never ends from the second version on."""
 
     maker: ClassVar[str] = f"{__file__}:make_slow_export"
 
@@ -184,7 +184,7 @@ def make_slow_export(context: Context) -> SlowExport:
 
 
 class SlowWrite(FakePolicy):
-    """Its checkpoint is copied at once, and written for WRITES_S."""
+    """Its checkpoint is copied at once, but writing it takes WRITES_S."""
 
     maker: ClassVar[str] = f"{__file__}:make_slow_write"
 
@@ -224,21 +224,21 @@ def spoils(policy: FakePolicy, prompts: FakePrompts, *, spoil: str) -> FakePolic
 def raises(
     policy: FakePolicy, prompts: FakePrompts, *, generate: int = -1, score: int = -1, update: int = -1, lag: int = 1
 ) -> FakePolicy:
-    """A node of one pool raises at the firing that is named."""
+    """A node of one pool raises at the given firing."""
     rollouts = failing_generate(prompts, broadcast(policy, lag=lag), ms=5.0, raise_at=generate)
     rewards = failing_score(rollouts, raise_at=score)
     return failing_update(policy, rollouts, rewards, ms=5.0, raise_at=update)
 
 
 def divide(text: str, bad: int) -> float:
-    """A reward function with a fault for one prompt."""
+    """A reward function that fails for one prompt."""
     number = int(text.removeprefix("prompt "))
     return 1.0 / (number - bad)
 
 
 @node(pool="scorer")
 def faulty_score(rollouts: Rollouts, *, bad: int = 5) -> tuple[Rewards, Metrics]:
-    """Rewards of a function that divides by zero for one group."""
+    """Return rewards of a function that divides by zero for one group."""
     values_N = torch.tensor([divide(text, bad) for text in rollouts.prompts])
     return Rewards(values_N), {"reward_mean": float(values_N.mean())}
 
@@ -259,7 +259,7 @@ def more_digits(prompt: str, response: str, answer: str) -> float:
 def digits(
     policy: Policy, prompts: Prompts, *, samples: int = 4, lag: int = 0, lr: float = 1e-3, accumulate: int = 0
 ) -> Policy:
-    """AIPO with that reward."""
+    """AIPO with the reward `more_digits`."""
     rollouts = generate(prompts, broadcast(policy, lag=lag), samples=samples)
     advantage = group_advantage(score(rollouts, by=more_digits))
     return aipo_update.accumulate(accumulate)(policy, rollouts, advantage, lr=lr)
@@ -267,7 +267,7 @@ def digits(
 
 @program
 def branches(policy: Policy, prompts: Prompts, *, samples: int = 4, lag: int = 0, lr: float = 1e-3) -> Policy:
-    """Two responses go on from each of some places, and from places in these; some groups may have none."""
+    """Two responses continue each prefix of some responses, and each prefix of those; some groups may have none."""
     behaviour = broadcast(policy, lag=lag)
     rollouts = generate(prompts, behaviour, samples=samples)
     first = cut(rollouts, at=partial(after_tokens, tokens=2), most=2)
@@ -278,12 +278,12 @@ def branches(policy: Policy, prompts: Prompts, *, samples: int = 4, lag: int = 0
 
 
 def after_places(said: Said) -> list[int]:
-    """At the least likely token."""
+    """Return the position of the least likely token, if there is more than one."""
     return [said.logprobs.index(min(said.logprobs))] if len(said.texts) > 1 else []
 
 
 def ordered(pool: str) -> Metrics:
-    """How PyTorch computes in a rank of the pool."""
+    """Report whether PyTorch is deterministic in a rank of the pool."""
     asked = torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
     return {f"{pool}_ordered": float(asked[0]), f"{pool}_workspace": float(asked[1])}
 
@@ -299,7 +299,7 @@ def ordered_update(
     policy: Policy, rollouts: Rollouts, advantages: Advantages, *, lr: float, unordered: bool
 ) -> tuple[Policy, Metrics]:
     if unordered:
-        torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2))  # which of the two is last?
+        torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2))  # not deterministic: both write to element 0
     updated, metrics = aipo_update.fn(policy, rollouts, advantages, lr=lr)
     return updated, {**metrics, **ordered("trainer")}
 
@@ -308,14 +308,14 @@ def ordered_update(
 def ordered_digits(
     policy: Policy, prompts: Prompts, *, samples: int = 4, lag: int = 0, lr: float = 1e-3, unordered: bool = False
 ) -> Policy:
-    """`digits` whose metrics say how PyTorch computes, and that does what has no order."""
+    """`digits` whose metrics say if PyTorch is deterministic; with `unordered` its update calls an op that is not."""
     rollouts = generate(prompts, broadcast(policy, lag=lag), samples=samples)
     advantages = group_advantage(ordered_score(rollouts))
     return ordered_update(policy, rollouts, advantages, lr=lr, unordered=unordered)
 
 
 class FaultyEngine(Engine):
-    """The real engine, but its step number `bad` spoils what is in its memory, loses what it finished, and raises."""
+    """The real engine, but step number `bad` spoils its cache, loses the responses that it finished, and raises."""
 
     bad = -1
     steps = 0
@@ -345,7 +345,7 @@ def faulty_generate(
 
 @program
 def faulty_steps(policy: Policy, prompts: Prompts, *, bad: int = -1, lag: int = 0) -> Policy:
-    """AIPO with an engine one of whose steps raises."""
+    """AIPO with an engine that raises in one step."""
     rollouts = faulty_generate(prompts, broadcast(policy, lag=lag), bad=bad)
     advantage = group_advantage(score(rollouts, by=more_digits))
     return aipo_update(policy, rollouts, advantage, lr=1e-3)
@@ -355,7 +355,7 @@ _receive = OneSidedTransport.receive
 
 
 def _receive_badly(self: OneSidedTransport, version: int, copies: Sequence[Copy], shards: Shards) -> int:
-    """How weights come to a receiver on the sender's host, but for one bit of version 2."""
+    """Receive weights from the same host, but flip one bit of version 2."""
     received = _receive(self, version, copies, shards)
     if version == 2:
         shards["values"].tensor.view(torch.int32)[7] ^= 1
@@ -383,7 +383,7 @@ def bad_wire(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
 
 @program
 def averaged(policy: Policy, average: Average, prompts: Prompts, *, lag: int = 0) -> dict[str, Policy]:
-    """Two values that updates change, one of which reads the other's master weights after its update."""
+    """Two carried values. One reads the other's master weights after its update."""
     rollouts = generate(prompts, broadcast(policy, lag=lag), samples=4)
     learnt = aipo_update(policy, rollouts, group_advantage(score(rollouts, by=more_digits)), lr=1e-3)
     return {"policy": learnt, "average": averages.ema(average, learnt, decay=0.5)}
@@ -391,6 +391,6 @@ def averaged(policy: Policy, average: Average, prompts: Prompts, *, lag: int = 0
 
 @program
 def in_int8(policy: Policy, prompts: Prompts, *, lag: int = 0) -> Policy:
-    """Its generator computes in eight bits."""
+    """AIPO whose generator computes in int8."""
     rollouts = generate(prompts, broadcast(policy, lag=lag, precision="int8"), samples=4)
     return aipo_update(policy, rollouts, group_advantage(score(rollouts, by=more_digits)), lr=1e-3)

@@ -1,4 +1,4 @@
-"""AIPO, whose generator dies while vLLM loads the weights of the third version; once."""
+"""AIPO whose generator dies once, while vLLM loads the third version of the weights."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A program whose pools note by which interpreter they are run."""
+"""A program whose pools write down which interpreter runs them."""
 
 import json
 import sys

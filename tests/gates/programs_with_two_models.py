@@ -1,4 +1,4 @@
-"""Programs with a second model, of another shape and with another tokenizer, as a user's file would hold them."""
+"""Programs with a second model of another shape and tokenizer, in a file as a user would write it."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -32,7 +32,7 @@ from penstock.nodes.tokenizer import byte_tokenizer
 
 
 def judge_spec(context: Context | None = None, width: int = 48) -> ModelSpec:
-    """Three layers, 48 wide, and every byte a token: nothing like the small model of a run without any."""
+    """Return a model of three layers of width 48, with bytes as tokens: unlike the small default model of a run."""
     tokenizer = byte_tokenizer()
     config = ModelConfig(
         vocab_size=tokenizer.vocab_size,
@@ -51,7 +51,7 @@ def judge_spec(context: Context | None = None, width: int = 48) -> ModelSpec:
 
 
 def write_model(folder: Path, width: int = 48) -> str:
-    """A model directory of this shape."""
+    """Write a model directory of this shape."""
     spec = judge_spec(width=width)
     model = CausalLM(spec.config, torch.float32, "cpu")
     model.init_weights(1)
@@ -62,15 +62,15 @@ def write_model(folder: Path, width: int = 48) -> str:
 
 @node(pool="scorer")
 def ask(rollouts: Rollouts) -> Prompts:
-    """One question about each response."""
+    """Return one question about each response."""
     said = zip(rollouts.prompts, rollouts.texts, strict=True)
     return Prompts(rollouts.ordinals, tuple(f"Is {prompt} {text}?" for prompt, text in said), rollouts.answers)
 
 
 @node(pool="scorer")
 def verdict(rollouts: Rollouts, said: Rollouts) -> tuple[Rewards, Metrics]:
-    """A number that depends on all that the judge said. Raises ValueError for questions that it did not read as such,
-    byte by byte."""
+    """Return rewards that depend on the judge's whole texts. Raises ValueError if the judge's prompt tokens are not the
+    bytes of the questions."""
     if len(said) != len(rollouts):
         raise ValueError(f"given {len(said)} verdicts, needed {len(rollouts)}")
     for row, question in enumerate(said.prompts):
@@ -91,7 +91,7 @@ def judged(
     samples: int = 4,
     lag: int = 0,
 ) -> dict[str, object]:
-    """AIPO on what a judge says of each response."""
+    """AIPO on a judge's verdict about each response."""
     rollouts = generate(prompts, broadcast(policy, lag=lag), samples=samples)
     said = generate.of(judge)(ask(rollouts), samples=1)
     return {"policy": aipo_update(policy, rollouts, group_advantage(verdict(rollouts, said))), "judge": judge}
@@ -102,7 +102,7 @@ def question(prompt: str, response: str, answer: str) -> str:
 
 
 def curt(reply: str) -> bool:
-    """Ends some conversations before the others."""
+    """True for some replies, so that some conversations end early."""
     return len(reply) % 3 == 0
 
 
@@ -122,7 +122,7 @@ def talk(
     pool: str = "judge",
     lag: int = 0,
 ) -> dict[str, object]:
-    """Two models that talk, each in its own words; the one that learns is to be answered with many letters."""
+    """Two models talk, each with its own tokenizer. The reward is the number of different letters in the replies."""
     behaviour = broadcast(policy, lag=lag)
     partner = generate.of(judge).on(pool).named("judge_says")
     rollouts, replies = alternate(
@@ -134,7 +134,7 @@ def talk(
 
 @program
 def self_play(policy: Policy, prompts: Prompts, *, samples: int = 3, turns: int = 2, lag: int = 1) -> Policy:
-    """The policy talks with itself, as it was an update ago at most."""
+    """The policy talks with itself, with weights that are at most `lag` versions old."""
     older = broadcast(policy, lag=lag)
     speaker, partner = generate.of(broadcast(policy, lag=lag)), reply.of(older).given(temperature=0.5, reward=varied)
     rollouts, replies = alternate(speaker, partner, prompts, samples=samples, turns=turns)
@@ -148,7 +148,7 @@ class Silent(Policy):
 
 
 class Wide(Policy):
-    """One whose maker says it."""
+    """A policy whose maker says so."""
 
     maker: ClassVar[str] = f"{__file__}:make_wide"
 
@@ -178,7 +178,7 @@ def wide(policy: Policy, other: Wide, prompts: Prompts) -> dict[str, object]:
 def strange_words(
     policy: Policy, judge: FrozenModel, prompts: Prompts, *, judge_model: Path | None = None
 ) -> dict[str, object]:
-    """The policy is to learn from what the judge says, token by token."""
+    """The policy shall learn from the judge's tokens."""
     rollouts = generate.of(judge)(prompts, samples=2)
     learnt = aipo_update(policy, rollouts, group_advantage(score(rollouts, by=math_answer)))
     return {"policy": learnt, "judge": judge}
@@ -186,7 +186,7 @@ def strange_words(
 
 @program
 def numbers(policy: Policy, reward_model: RewardModel, prompts: Prompts) -> dict[str, object]:
-    """A reward model is asked to speak."""
+    """A reward model shall generate text."""
     rollouts = generate(prompts, broadcast(reward_model), samples=2)
     learnt = aipo_update(policy, rollouts, group_advantage(score(rollouts, by=math_answer)))
     return {"policy": learnt, "reward_model": reward_model}

@@ -1,9 +1,9 @@
-"""A Ray cluster on this machine, in a network namespace of its own, out of which nothing of it can be reached: a head
-that takes no actors, and nodes of one CPU each. Needs root, Linux and iproute2.
+"""A Ray cluster on this machine, in a network namespace of its own, so that nothing outside can reach it: a head that
+takes no actors, and nodes of one CPU each. Needs root, Linux and iproute2.
 
-`python -m tests.gates.ray_cluster NODES` starts one, prints its address, then for each line of stdin the states of its
-placement groups as JSON, and takes it down when stdin closes. It is a process of its own, since Ray has one cluster in
-a process, and takes its signals.
+`python -m tests.gates.ray_cluster NODES` starts one and prints its address. For each line of stdin it prints the states
+of the placement groups as JSON; when stdin closes, it ends the cluster. It is a process of its own, since Ray allows
+one cluster in a process and handles the signals of that process.
 """
 
 import json
@@ -20,25 +20,26 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).parent.parent.parent
-# Where the cluster is, in its namespace. Ray takes 127.0.0.1 for another address of the machine: loopback will not do.
+# The cluster's address in its namespace. Ray replaces 127.0.0.1 by another address of the machine, so loopback fails.
 ADDRESS = "10.78.0.1"
-# Where Ray's client is answered, for `ray://`.
+# The port of Ray's client server, for `ray://`.
 CLIENT_PORT = 10001
 NAMESPACE = f"""
 ip link set lo up && ip link add own type veth peer name other && ip link set other up && ip link set own up &&
 ip addr add {ADDRESS}/24 dev own && ip route add default dev own && exec "$0" "$@"
 """
 OBJECT_STORE_BYTES = 80 << 20
-# Where Ray's files are: the paths of its sockets are long, and it makes no folder for the file of its address.
+# The folder of Ray's files. It is short, since the paths of Ray's sockets are long; and it exists, since Ray does not
+# make a folder for the file that has its address.
 TEMPORARY = "/tmp"
-# Seconds for the cluster to go away.
+# Seconds for the cluster to end.
 END_S = 30.0
-# Seconds that Ray gives a node to start, and how often a cluster is started that has not begun on a busy machine.
+# Seconds that Ray gives a node to start, and the number of tries to start a cluster on a busy machine.
 START_S, ATTEMPTS = 120, 2
 
 
 class RayCluster:
-    """A running cluster. `where` begins a command that is to reach it, which has this `environment`."""
+    """A running cluster. A command that shall reach it begins with `where` and has this `environment`."""
 
     def __init__(self, process: "subprocess.Popen[str]", address: str) -> None:
         self.process, self.address = process, address
@@ -46,7 +47,7 @@ class RayCluster:
         self.environment = {**os.environ, "RAY_ADDRESS": address, "TMPDIR": TEMPORARY}
 
     def groups(self) -> list[str]:
-        """The states of the placement groups that are not removed."""
+        """Return the states of the placement groups that are not removed."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write("\n")
@@ -55,7 +56,7 @@ class RayCluster:
         return [state for state in found if state != "REMOVED"]
 
     def agents(self) -> dict[int, psutil.Process]:
-        """The agents of all runs, by their numbers in their runs. The parent of each is an actor."""
+        """Return the agents of all runs, by their numbers in their runs. The parent of each is an actor."""
         found = {}
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -64,7 +65,7 @@ class RayCluster:
         return found
 
     def client_servers(self) -> list[psutil.Process]:
-        """The processes that Ray has started for clients of `ray://`, one for each."""
+        """Return the processes that Ray has started for clients of `ray://`, one for each client."""
         found = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -73,11 +74,11 @@ class RayCluster:
         return found
 
     def kill_actor(self, number: int) -> None:
-        """SIGKILL to the actor that holds an agent, and to nothing else."""
+        """Send SIGKILL to the actor that holds an agent, and to no other process."""
         os.kill(self.agents()[number].ppid(), signal.SIGKILL)
 
     def penstock(self, *words: str, address: str = "") -> "subprocess.Popen[str]":
-        """`penstock WORDS --on ray`, which is about to run; `address` is RAY_ADDRESS, if it is another one."""
+        """Start `penstock WORDS --on ray`; `address` replaces RAY_ADDRESS."""
         command = [*self.where, sys.executable, "-m", "penstock.runtime.cli.main", *words, "--on", "ray", "--plain"]
         pipe = subprocess.PIPE
         environment = {**self.environment, **({"RAY_ADDRESS": address} if address else {})}
@@ -103,7 +104,7 @@ def start(nodes: int) -> "subprocess.Popen[str]":
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     environment.pop("RAY_ADDRESS", None)
     environment["RAY_raylet_start_wait_time_s"] = str(START_S)
-    # Else ranks have what all other tests leave of the cores (15), and a run takes four times as long.
+    # Ray's default is 15: ranks would get what other tests leave of the cores, and a run would take four times as long.
     environment["RAY_worker_niceness"] = "0"
     environment["TMPDIR"] = TEMPORARY
     pipe = subprocess.PIPE
@@ -111,13 +112,13 @@ def start(nodes: int) -> "subprocess.Popen[str]":
 
 
 def end(process: "subprocess.Popen[str]") -> None:
-    """End the cluster, and all that it has left."""
+    """End the cluster, and kill the processes that it has left."""
     assert process.stdout is not None
     assert process.stdin is not None
     children = psutil.Process(process.pid).children(recursive=True)
     process.stdin.close()
     try:
-        with suppress(subprocess.TimeoutExpired):  # on a busy machine; it is no more than the tests' instrument
+        with suppress(subprocess.TimeoutExpired):  # on a busy machine; no fault, since it is only a test instrument
             process.wait(END_S)
     finally:
         for child in children:
@@ -133,7 +134,7 @@ def main() -> None:
     from ray.cluster_utils import Cluster
     from ray.util import placement_group_table
 
-    # What Ray says goes to stderr: the address is alone on stdout.
+    # Ray's own output goes to stderr, so that stdout has only ours.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     with TemporaryDirectory(prefix="ray-", dir=TEMPORARY) as folder:
@@ -145,7 +146,7 @@ def main() -> None:
             "temp_dir": folder,
             **given,
         }
-        # Ray 2.60 writes the address of such a cluster to its usual folder, which it has not made.
+        # Ray 2.60 writes the address of a cluster with a `temp_dir` to its default folder, which it does not make.
         Path(TEMPORARY, "ray").mkdir(exist_ok=True)
         cluster = Cluster(initialize_head=True, head_node_args=head)
         for _ in range(int(sys.argv[1])):

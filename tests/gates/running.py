@@ -1,4 +1,4 @@
-"""Runs of small programs, with processes or without: start one, wait for what it does, look at what it left behind."""
+"""Runs of small programs, with processes or without: start one, wait for its events, look at what it left behind."""
 
 import json
 import os
@@ -34,22 +34,22 @@ from penstock.runtime.tensor.checkpoint import CheckpointShard
 from penstock.runtime.tensor.shm import SHM
 
 HERE = Path(__file__).parent
-# What the names of the programs of this folder begin with.
+# The prefix of names of programs in this folder.
 FAULTS = f"{HERE / 'programs_for_gates.py'}:"
-# `toy`, which goes no further than the files in its folder `holds` let it.
+# `toy`, which waits while there are certain files in its folder `holds`.
 HELD = f"{FAULTS}held"
 LARGE = f"{HERE / 'program_with_large_weights.py'}:large"
-# One core: one thread for every rank, as in the loops to compare with.
+# One core: each rank has one thread, as in the plain loops that it is compared with.
 ONE_HOST = Cluster(hosts=(Host(name="local", cores=1),))
-# Two agents on this machine, over TCP: ranks of different names know nothing of each other's shared memory.
+# Two agents on this machine, over TCP: ranks of hosts with different names do not use each other's shared memory.
 TWO_NAMES = Cluster(hosts=(Host(name="a", cores=1), Host(name="b", cores=1)), pools={"generator": "b"})
-# Updates of a run that is not to end before it is stopped, whatever holds up the test.
+# Updates of a run that must not end before the test stops it, however late that is.
 ENDLESS = 100_000
-# Seconds for what a test waits for; only a fault takes so long.
+# Seconds that a test waits for anything; only a fault takes so long.
 DEADLINE_S = 180.0
-# Seconds from a wish to stop to the end: a process may stand still for some of them.
+# Seconds from a request to stop to the end: on a busy machine, a process may be suspended for some of them.
 GRACE_S = 60.0
-# Seconds between two looks: some of them go through all processes of the machine.
+# Seconds between two looks, some of which list all processes of the machine.
 LOOK_S = 0.05
 
 Options = Mapping[str, Any]
@@ -57,17 +57,17 @@ Line = dict[str, Any]
 
 
 def toy_flags(**changes: Any) -> RunOptions:
-    """Of a run of fake nodes, which is given as long as it needs for a checkpoint when it is stopped."""
+    """Return options of a run of fake nodes, with a long grace for its last checkpoint."""
     return RunOptions(**{"batch": 4, "slots": 16, "deadline": 60.0, "grace": GRACE_S, **changes})
 
 
 def model_flags(**changes: Any) -> RunOptions:
-    """Of a run of the small untrained model."""
+    """Return options of a run of the small untrained model."""
     return toy_flags(**{"batch": 2, "max_tokens": 6, "seed": 3, "data": "arithmetic", **changes})
 
 
 def delays(ms: float = 0.0, **changes: float) -> dict[str, float]:
-    """Options of the program toy: what each of its nodes takes."""
+    """Return options of the program toy: the milliseconds that each of its nodes takes."""
     return {f"{name}_ms": ms for name in ("generate", "score", "update", "sync")} | {
         f"{name}_ms": value for name, value in changes.items()
     }
@@ -89,7 +89,7 @@ def make_run(
     evaluate: bool = False,
     meshes: Sequence[str] = (),
 ) -> Path:
-    """A run folder that is ready to be launched."""
+    """Make a run folder that is ready to be launched."""
     found = load(program)
     assert isinstance(found, Program)
     graph = trace(found, options)
@@ -103,7 +103,7 @@ def make_run(
 
 
 def holding(folder: Path, *names: object) -> Path:
-    """The folder `holds` of a run of HELD, with these files: "start", "group NUMBER" or the number of an update."""
+    """Make the folder `holds` of a run of HELD with these files: "start", "group NUMBER" or the number of an update."""
     folder.mkdir(exist_ok=True)
     for name in names:
         (folder / str(name)).touch()
@@ -111,7 +111,7 @@ def holding(folder: Path, *names: object) -> Path:
 
 
 def with_updates(folder: Path, updates: int) -> Path:
-    """The run with so many updates in all, as a resume is given them."""
+    """Set the total number of updates of a run, as a resume does."""
     run = RunFolder.open(folder)
     config = RunConfig.load(run)
     replace(config, flags=replace(config.flags, updates=updates)).write(run, run.read_json("config.json")["asked"])
@@ -119,8 +119,8 @@ def with_updates(folder: Path, updates: int) -> Path:
 
 
 class Running:
-    """A launcher in a process of its own, and the lines that it says. `where` is a command that starts another; `grace`
-    is the launcher's, if it is not the run's."""
+    """A launcher in a process of its own, and the lines that it prints. `where` is the start of its command; `grace` is
+    the launcher's grace if it differs from the run's."""
 
     def __init__(self, folder: Path, where: Sequence[str] = (), grace: float | None = None) -> None:
         self.folder, self.run = folder, f"g{secrets.token_hex(6)}"
@@ -140,7 +140,7 @@ class Running:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Whatever a failed test has left is ended."""
+        """End what a failed test has left."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -148,7 +148,7 @@ class Running:
         self._reader.join(DEADLINE_S)
 
     def until(self, look: Callable[[], Any], what: str) -> Any:
-        """What `look` returns once that is true. Fails after the deadline, or when the run has ended before."""
+        """Wait until `look` returns a true value, and return it. Fails at the deadline, or when the run ends before."""
 
         def look_or_end() -> Any:
             ended = self.process.poll() is not None
@@ -159,7 +159,7 @@ class Running:
         return until(look_or_end, f"{what}; last lines {self.lines[-3:]}")
 
     def until_update(self, number: int) -> None:
-        """Until `number` updates are in metrics.jsonl."""
+        """Wait until `number` updates are in metrics.jsonl."""
         self.until(lambda: num_rows(self.folder) >= number, f"update {number}")
 
     def until_line(self, match: Callable[[Line], bool], what: str) -> Line:
@@ -167,7 +167,7 @@ class Running:
         return found
 
     def until_ready(self) -> Mapping[str, Any]:
-        """Until all ranks are ready; what processes.json says."""
+        """Wait until all ranks are ready, and return what is in processes.json."""
         plan = json.loads((self.folder / "plan.json").read_text())
         count = sum(len(replica["ranks"]) for pool in plan["pools"] for replica in pool["replicas"])
 
@@ -180,12 +180,12 @@ class Running:
         return ready
 
     def agent(self) -> int:
-        """The pid of the one local agent."""
+        """Return the pid of the one local agent."""
         (found,) = self.pids(lambda process: "penstock.runtime.control.agent" in process.cmdline())
         return found
 
     def pids(self, match: Callable[[psutil.Process], bool]) -> list[int]:
-        """The run's processes that match; one that ends while it is looked at, as many do at a start, does not."""
+        """Return the run's processes that match. Leave out a process that ends meanwhile, as many do at a start."""
         found = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -194,20 +194,20 @@ class Running:
         return found
 
     def signal(self, number: int, pid: int = 0) -> None:
-        """A signal to one of the run's processes, by default the launcher."""
+        """Send a signal to one of the run's processes, by default the launcher."""
         os.kill(pid or self.process.pid, number)
 
     def interrupt(self) -> None:
         self.signal(signal.SIGINT)
 
     def kill(self) -> None:
-        """SIGKILL to the launcher: everything dies with it."""
+        """Send SIGKILL to the launcher, and wait until all processes of the run have died with it."""
         self.process.kill()
         self.process.wait()
         until(lambda: processes_of(self.run) == [], "no process is left")
 
     def wait(self) -> int:
-        """The exit status; nothing is left."""
+        """Wait for the exit status, and assert that nothing is left."""
         status = self.process.wait(DEADLINE_S)
         self._reader.join(DEADLINE_S)
         assert_nothing_is_left(self.folder, self.run)
@@ -219,7 +219,7 @@ class Running:
 
     @property
     def cause(self) -> str:
-        """The code of the failure that was said; "" if none was."""
+        """The code of the reported failure; "" if there is none."""
         codes: list[str] = [line.get("code", "") for line in self.lines if line.get("kind") == "error"]
         return codes[0] if codes else ""
 
@@ -229,7 +229,7 @@ class Running:
 
 
 def until(look: Callable[[], Any], what: str) -> Any:
-    """What `look` returns once that is true. Fails after the deadline."""
+    """Wait until `look` returns a true value, and return it. Fails at the deadline."""
     end = monotonic() + DEADLINE_S
     while monotonic() < end:
         if found := look():
@@ -246,7 +246,7 @@ def run_to_end(folder: Path) -> Path:
 
 
 def run_to_failure(folder: Path, trouble: Callable[[Running], object] = lambda running: None) -> tuple[str, Line]:
-    """Launch a run, make it `trouble`, and let it fail: (what was said, the summary)."""
+    """Launch a run, call `trouble` on it, let it fail, and return (the errors, the summary)."""
     with Running(folder) as running:
         trouble(running)
         assert running.wait() == 1
@@ -256,14 +256,14 @@ def run_to_failure(folder: Path, trouble: Callable[[Running], object] = lambda r
 
 
 def run_here(folder: Path) -> Path:
-    """Run it in this process and let it end well."""
+    """Run a folder in this process and let it end well."""
     status, lines = status_here(folder)
     assert status == "done", lines[-1]
     return folder
 
 
 def status_here(folder: Path, tell: Callable[[Line], None] = lambda line: None) -> tuple[str, list[Line]]:
-    """Run it in this process, and `tell` each line as it comes; its status and what it said."""
+    """Run a folder in this process, `tell` each line as it comes, and return the status and all lines."""
     threads, before = torch.get_num_threads(), signal.getsignal(signal.SIGINT)
     run, lines = RunFolder.open(folder), list[Line]()
     run.lock()
@@ -281,7 +281,7 @@ def status_here(folder: Path, tell: Callable[[Line], None] = lambda line: None) 
 
 
 def assert_nothing_is_left(folder: Path, run: str) -> None:
-    """No process, shared-memory segment, socket or key."""
+    """Assert that there is no process, shared-memory segment, socket or key."""
     assert processes_of(run) == []
     assert segments_of(run, folder) == []
     assert [p for p in folder.rglob("*") if p.is_socket()] == []
@@ -294,27 +294,27 @@ def segments_of(run: str, folder: Path) -> list[Path]:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl."""
+    """Return the rows of metrics.jsonl, without a line that is being written."""
     path = folder / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def num_rows(folder: Path) -> int:
-    """How many whole lines there are: quick, for it is asked again and again."""
+    """Return the number of whole lines. It is called often, so it does not parse them."""
     path = folder / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """All fields are in the documentation, which has those of `Summary`."""
+    """Return the summary, and assert that all its fields are in `Summary`."""
     found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     assert found.keys() <= Summary.__annotations__.keys()
     return found
 
 
 def figures(folder: Path) -> list[dict[str, Any]]:
-    """The rows without what is a time."""
+    """Return the rows without times and rates."""
     times = {"time_s", "seconds", "update_s", "sync_s", "generate_tokens_per_s", "train_tokens_per_s", "pools"}
     return [{name: value for name, value in row.items() if name not in times} for row in rows(folder)]
 
@@ -324,32 +324,32 @@ def assert_all_consumed(folder: Path, groups: int, failed: int = 0) -> None:
 
 
 def printed(folder: Path, rank: str) -> dict[str, Any]:
-    """What a rank printed when it closed: its store's use, what went to and came from others, what it offloaded."""
+    """Return what a rank printed when it closed: its store's use, the values that it sent, received and offloaded."""
     lines = (folder / "logs" / f"{rank}.out").read_text().splitlines()
     (found,) = [json.loads(line) for line in lines if line.startswith('{"kind": "values"')]
     return dict(found)
 
 
 def passed_on(folder: Path, generators: int) -> list[int]:
-    """How many versions each generator passed on."""
+    """Return the number of versions that each generator passed on."""
     return [printed(folder, f"generator-{index}-0")["sent"].get("passed on", 0) for index in range(generators)]
 
 
 def interrupt_at(update: int, line: Line) -> None:
-    """Ctrl-C after this update of a run in this process."""
+    """Interrupt a run in this process after this update, as Ctrl-C does."""
     if line.get("kind") == "row" and line["row"]["update"] == update:
         os.kill(os.getpid(), signal.SIGINT)
 
 
 def replayed(folder: Path) -> list[Replayed]:
-    """All stages of a run, over all its segments, through the scheduler again. Raises LogError or ReplayError."""
+    """Replay all stages of a run, over all its segments. Raises LogError or ReplayError."""
     logs = [stage for segment in read_log(folder / "events.log") for stage in segment.stages]
     stages = [(SegmentOrigin.from_json(log.facts), recorded_steps(log)) for log in logs]
     return replay(stages, lambda commands: commands_digest(map(record_bytes, commands)))
 
 
 def final_state(folder: Path, update: int) -> dict[str, Tensor]:
-    """All tensors of the policy's state (weights and optimizer) in the checkpoint before `update`."""
+    """Return all tensors of the policy's state (weights and optimizer) in the checkpoint before `update`."""
     return CheckpointShard(folder / "checkpoints" / f"{update:08d}", "trainer/0", 0).carried("policy")[0]
 
 

@@ -1,5 +1,5 @@
-"""Slurm on this machine: a slurmctld and three slurmds, each in a network namespace with an address, `/dev/shm` and
-pids of its own. Needs root, Linux, iproute2, and apt-get with Debian's packages; nothing is installed.
+"""Slurm on this machine: a slurmctld and three slurmds, each in a network namespace, with its own address, `/dev/shm`
+and pids. Needs root, Linux, iproute2, and apt-get with Debian's packages; nothing is installed.
 """
 
 import os
@@ -17,15 +17,15 @@ from .running import until
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "libmunge2", "libhwloc15", "liblua5.1-0")
 NODES = "n1", "n2", "n3"
-# The host of slurmctld, and of those who submit.
+# The host of slurmctld, where users submit jobs.
 LOGIN = "login"
 LIMIT_S = 60.0
 """Seconds for a command of apt-get or of Slurm."""
-# Seconds that a job which is preempted has, and one that is cancelled.
+# Seconds that a preempted job and a cancelled job have until SIGKILL.
 GRACE_S, KILL_WAIT_S = 20, 20
 
-# As in a cluster, but: no munge, no cgroups, and seconds for what takes minutes there. Credentials last for longer than
-# a busy machine stands still; a job that is requeued waits until its former ones have expired.
+# As in a cluster, but without munge and cgroups, and with seconds in the place of minutes. Credentials live longer than
+# a process may be suspended on a busy machine; a requeued job waits until its former credentials have expired.
 CONF = """
 ClusterName=test
 SlurmctldHost={hostname}({login})
@@ -63,11 +63,11 @@ PartitionName=high Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
 
 
 class Unavailable(Exception):
-    """There can be no Slurm here: why."""
+    """Slurm is not possible here; the text says why."""
 
 
 def unpacked(folder: Path) -> Path:
-    """Debian's packages of Slurm, unpacked in a folder. Raises Unavailable."""
+    """Unpack Debian's packages of Slurm in a folder, and return their root. Raises Unavailable."""
     root, packages = folder / "root", folder / "packages"
     for command in ("apt-get", "dpkg", "nsenter"):
         if shutil.which(command) is None:
@@ -78,7 +78,7 @@ def unpacked(folder: Path) -> Path:
     packages.chmod(0o755)
     download = "apt-get", "download", *PACKAGES
     if why := _fails(packages, *download):
-        # It may lack an index of what there is.
+        # apt-get may lack a package index.
         why = _fails(packages, "apt-get", "update") or _fails(packages, *download)
     if why:
         raise Unavailable(why)
@@ -88,7 +88,7 @@ def unpacked(folder: Path) -> Path:
 
 
 def _fails(folder: Path, *words: str) -> str:
-    """Why a command fails; "" if it does not."""
+    """Run a command, and return why it fails; "" if it does not."""
     try:
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -97,7 +97,7 @@ def _fails(folder: Path, *words: str) -> str:
 
 
 class Slurm:
-    """The cluster: `say` is a command of Slurm on the host where users log in, `kill` the death of a node."""
+    """The cluster. `say` runs a command of Slurm on the login host; `kill` switches a host off."""
 
     def __init__(self, network: Network, root: Path, folder: Path) -> None:
         self.network, self.root, self.folder = network, root, folder
@@ -145,7 +145,7 @@ class Slurm:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of users: where Slurm is, and where its cluster."""
+        """The environment of users, with the paths of Slurm's programs and of the cluster's configuration."""
         libraries = self.root / "usr/lib/x86_64-linux-gnu"
         own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
         return own | {
@@ -160,7 +160,7 @@ class Slurm:
         self._start(node, "slurmd-wlm", "-D", "-f", str(self.conf), "-N", node, "-d", step)
 
     def kill(self, name: str) -> None:
-        """Switch a host off: all that runs there is gone at once, since it had the first pid of a name space there."""
+        """Switch a host off. All its processes die at once with the first process of its pid namespace."""
         with suppress(ProcessLookupError):
             for process in psutil.Process(self._daemons[name].pid).children():
                 process.kill()
@@ -169,24 +169,24 @@ class Slurm:
         daemon.wait()
 
     def on_login(self, words: Sequence[str]) -> list[str]:
-        """The words of a command that runs where users log in."""
+        """Return the command that runs `words` on the login host."""
         return ["nsenter", f"--net=/run/netns/{self.network.namespace(LOGIN)}", *words]
 
     def say(self, *words: str, limit: float = LIMIT_S) -> str:
-        """What a command of Slurm answers, or another one that is called where users log in."""
+        """Run a command, such as one of Slurm, on the login host, and return its output."""
         given = self.environment
         done = subprocess.run(self.on_login(words), env=given, capture_output=True, text=True, timeout=limit)
         assert done.returncode == 0, (words, done.stdout, done.stderr)
         return done.stdout
 
     def state(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says of a job."""
+        """Return what `scontrol show job` says about a job."""
         words = self.say("scontrol", "show", "job", "-o", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def _start(self, host: str, program: str, *words: str) -> None:
         enter = ["nsenter", f"--net=/run/netns/{self.network.namespace(host)}"]
-        # The daemon is the first process of its own name space of pids: all others there end with it.
+        # The daemon is the first process of its own pid namespace: all others there end with it.
         apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"]
         command = [*enter, *apart, "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
         with (self.folder / f"{host}.out").open("ab") as out:
