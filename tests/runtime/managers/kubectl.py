@@ -1,4 +1,4 @@
-"""An instrument in the place of `kubectl`, since no API server can be had here. It is not kubectl, and says so."""
+"""A test instrument in place of `kubectl`, since the tests have no API server."""
 
 import json
 import sys
@@ -27,13 +27,13 @@ time.sleep(sum(wait))
 sys.exit(status)
 '''
 Answers = dict[str, list[tuple[int, str, str] | tuple[int, str, str, float]]]
-"""By words of a call: exit statuses, what goes to standard output and error, and perhaps seconds until it ends; of
-several for equal words one after the other, and the last one from then on. Each line of a log begins with its time in
-UTC and a blank, which is shown where it is asked for."""
+"""Answers by words of a call: exit status, standard output, standard error, and optionally seconds until the call ends.
+Several answers are given in turn, and the last one is repeated. Log lines begin with a UTC time and a blank, which the
+instrument prints only with --timestamps."""
 
 
 def pods(name: str, phase: str, made: int = 1, **status: object) -> tuple[int, str, str]:
-    """The answer to "get pods" where the controller's Pod has this name and phase, and was made in that second."""
+    """The answer to "get pods": the controller's Pod with this name and phase, created at second `made`."""
     labels = {"jobset.sigs.k8s.io/replicatedjob-name": "controller"}
     begun = f"2026-01-01T00:00:{made:02}Z"
     pod = {
@@ -44,12 +44,12 @@ def pods(name: str, phase: str, made: int = 1, **status: object) -> tuple[int, s
 
 
 def line(at: str, text: str) -> str:
-    """A line of a log, at that second (such as "07.5") of a minute."""
+    """A log line at a second (such as "07.5") of a minute."""
     return f"2026-01-01T00:00:{at}Z {text}\n"
 
 
 class Kubectl:
-    """The instrument, the only thing in PATH."""
+    """The instrument, as the only program in PATH."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,7 +1,7 @@
 """Manifests of a run for Kubernetes, against the schemas of JobSet and of Kubernetes itself.
 
-No API server can be had here, so `kubectl` is an instrument of the tests: an executable that records what it is given
-and answers as a cluster would. The schema of JobSet is read from the shared data, where these are.
+The tests have no API server: `kubectl` is an instrument, an executable that records its arguments and answers as a
+cluster would. The schema of JobSet is read from the shared data, if they exist.
 """
 
 import copy
@@ -38,7 +38,7 @@ from .kubectl import pods as controller
 ROOT = Path(__file__).resolve().parents[3]
 CRD = ROOT.parent / "shared" / "data" / "jobset" / "jobset.x-k8s.io_jobsets.yaml"
 VERSION = "1.34"
-"""Of Kubernetes, whose schemas are tried."""
+"""The Kubernetes version whose schemas are used."""
 WORDS = ("aipo", "--updates", "20", "--system", "count $(POD_IP) and ${HOME}")
 
 
@@ -62,7 +62,7 @@ each = pytest.mark.parametrize("asked", WORKLOADS.values(), ids=WORKLOADS)
 
 
 def strict(schema: Any) -> Any:
-    """The schema without the keys that it does not know: a cluster drops these silently."""
+    """Return the schema with unknown keys forbidden: a cluster drops them silently."""
     if isinstance(schema, list):
         return [strict(one) for one in schema]
     if not isinstance(schema, dict):
@@ -84,7 +84,7 @@ def validator() -> jsonschema.Draft7Validator:
 
 
 def read(asked: KubernetesRun) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The manifests as a cluster reads them."""
+    """Return the manifests as a cluster reads them."""
     secret, jobset = yaml.safe_load_all(as_yaml(manifests(asked, keys(asked))))
     return secret, jobset
 
@@ -98,7 +98,7 @@ def pods(jobset: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def faults(validator: jsonschema.Draft7Validator, jobset: dict[str, Any]) -> list[str]:
-    """What JobSet's schema says. Of `metadata` it says nothing: Kubernetes knows it."""
+    """Return the errors by JobSet's schema, without `metadata`, which belongs to Kubernetes' own schemas."""
     return [error.message for error in validator.iter_errors({**jobset, "metadata": {}})]
 
 
@@ -148,7 +148,7 @@ def test_the_secret_the_jobs_and_the_pods_are_what_kubernetes_knows(asked: Kuber
 
 @each
 def test_pods_run_as_nobody_special(asked: KubernetesRun) -> None:
-    """What the Pod Security Standard "restricted" asks for."""
+    """The requirements of the Pod Security Standard "restricted"."""
     for pod in pods(read(asked)[1]).values():
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["runAsUser"] > 0
@@ -176,7 +176,7 @@ def test_what_is_taken_away_restarts_uncounted_and_the_rest_is_counted(asked: Ku
     assert spec["failurePolicy"]["maxRestarts"] == 0
     assert spec["successPolicy"]["targetReplicatedJobs"] == [CONTROLLER]
     for job in jobs({"spec": spec}).values():
-        assert job["template"]["spec"]["restartPolicy"] == "Never"  # needed by the policies above
+        assert job["template"]["spec"]["restartPolicy"] == "Never"  # the policies above need it
         assert job["template"]["spec"]["terminationGracePeriodSeconds"] >= asked.grace
 
 
@@ -221,7 +221,7 @@ def test_secrets_are_in_the_secret_alone_and_agents_have_no_secret_key(asked: Ku
 
 
 def test_the_ticket_is_copied_with_a_mode_that_is_not_refused(tmp_path: Path) -> None:
-    """By the very command of the manifest. What kubelet mounts is root's, and the group of fsGroup reads it."""
+    """By the manifest's own command. Kubelet mounts files owned by root and readable by fsGroup's group."""
     asked = workload()
     secret, jobset = read(asked)
     pod = pods(jobset)[AGENTS]
@@ -235,10 +235,10 @@ def test_the_ticket_is_copied_with_a_mode_that_is_not_refused(tmp_path: Path) ->
     with pytest.raises(KeyFileError):
         Ticket.read(mounted / TICKET)
     words = list(copied["command"])
-    # The longer path first: one is the beginning of the other.
+    # Replace the longer path first, since one path is a prefix of the other.
     for inside, outside in sorted(places.items(), reverse=True):
         words = [outside + word.removeprefix(inside) if word.startswith(inside) else word for word in words]
-    for _ in range(2):  # a Pod whose node starts again has it copied again
+    for _ in range(2):  # it is copied again if the Pod's node restarts
         subprocess.run(words, check=True)
         assert stat.S_IMODE((kept / TICKET).stat().st_mode) == 0o400
     [agent] = pod["containers"]
@@ -359,7 +359,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def logged(kubectl: Kubectl) -> list[tuple[str, bool]]:
-    """Of each Pod's log that was asked for: whose, and whether a part of it only."""
+    """The Pods whose logs were asked for, and whether only a part of each was."""
     return [
         (next(word for word in words if word.startswith("pod/")), "--since-time" in words)
         for words, _ in kubectl.calls
@@ -370,7 +370,7 @@ def logged(kubectl: Kubectl) -> list[tuple[str, bool]]:
 def test_the_log_is_followed_through_restarts_until_the_jobset_has_ended(
     kubectl: Kubectl, fast: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The next Pod's machine has a clock that is behind."""
+    """The clock of the next Pod's machine is behind."""
     waiting = controller(POD, "Pending", conditions=[{"status": "False", "reason": "Unschedulable", "message": "0/3"}])
     kubectl.answer(
         {
@@ -390,7 +390,7 @@ def test_the_log_is_followed_through_restarts_until_the_jobset_has_ended(
 def test_each_line_of_a_log_is_shown_once_however_often_it_is_asked_for(
     kubectl: Kubectl, fast: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whole lines, where the connection ends within one; and of a Pod that was over before, nothing is asked again."""
+    """Lines are whole even if the connection ends within one. The log of a Pod that had ended is not read again."""
     log = [line("07.5", "a 2026-01-01T00:00:09Z"), line("07.500000001", "b"), line("08.25", "c"), line("08.3", "end")]
     cut = "".join(log[:3])[:-2]
     whole = "".join(log)[:-1]

@@ -1,4 +1,4 @@
-"""How the driver of a Ray cluster is started and asked, with a package in Ray's place."""
+"""How the driver of a Ray cluster is started and queried, with a stand-in for the package `ray`."""
 
 import socket
 import sys
@@ -10,7 +10,7 @@ import pytest
 from penstock.runtime.control.agents import AgentsError
 from penstock.runtime.managers.ray import RayAgents
 
-# What of Ray the driver imports. Its `init` raises the lines of `failures.txt`, one for each connection.
+# The parts of Ray that the driver imports. `init` raises the errors in `failures.txt`, one per connection.
 RAY = """
 import builtins
 from pathlib import Path
@@ -41,7 +41,7 @@ FILES = {
     "util/placement_group.py": "PlacementGroup = placement_group = remove_placement_group = None\n",
     "util/scheduling_strategies.py": "PlacementGroupSchedulingStrategy = None\n",
 }
-# As Ray has it of a process for a client that died as it began, and of versions that do not go together.
+# Ray's errors for a client whose server process died at its start, and for incompatible versions.
 DIED = "ConnectionAbortedError Initialization failure from server: Starting Ray client server failed."
 OTHER = "RuntimeError Version mismatch: the cluster was started with Python 3.9"
 
@@ -50,12 +50,12 @@ Connections = Callable[..., int]
 
 @pytest.fixture
 def connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
-    """Say how connections fail, one line for each; without lines, how many there were."""
+    """Return a function that sets the errors of the next connections, and returns the number of connections so far."""
     for name, text in FILES.items():
         path = tmp_path / "ray" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    # Behind the folders that this process has of its environment, so that its children find the same.
+    # Add the folders of this process's sys.path, so that its children find the same modules.
     monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *filter(None, sys.path)]))
     monkeypatch.setattr("penstock.runtime.managers.ray.find_spec", lambda name: name)
 

@@ -1,4 +1,4 @@
-"""What an actor of Ray does with an agent, without Ray: it takes a ticket as bytes, and says how the agent ended."""
+"""A Ray actor that runs an agent, without Ray: it takes a ticket as bytes, and returns how the agent ended."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ def test_how_an_agent_has_ended_and_what_it_said_last_comes_back() -> None:
 
 
 def test_a_ticket_is_understood_and_none_of_it_is_said(tmp_path: Path) -> None:
-    """Its desk has a host name that nobody knows, and for which it waits half a second."""
+    """The desk's host name does not exist; the agent waits half a second for it."""
     ticket = Ticket("job", "nobody.invalid:1", "k" * 40, "secret-token")
     ticket.write(tmp_path / "ticket.json")
     before = os.getcwd()

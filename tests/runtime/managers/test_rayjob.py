@@ -1,4 +1,4 @@
-"""The example of a RayJob: its Pods are what Kubernetes takes, and its command what `penstock run` takes."""
+"""The RayJob example: Kubernetes accepts its Pods, and `penstock run` accepts its command."""
 
 import shlex
 from pathlib import Path
@@ -13,7 +13,7 @@ from penstock.runtime.cli.parse import parse
 
 MANIFEST = Path(__file__).resolve().parents[3] / "docs" / "examples" / "rayjob.yaml"
 VERSION = "1.34"
-"""Of Kubernetes, whose schemas are tried."""
+"""The Kubernetes version whose schemas are used."""
 
 
 @pytest.fixture(scope="module")

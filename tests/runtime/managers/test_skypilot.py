@@ -1,4 +1,4 @@
-"""The task for SkyPilot among the examples: its shell commands, on each of its nodes, are commands of penstock."""
+"""The SkyPilot task among the examples: its shell commands on each node are valid commands of penstock."""
 
 import json
 import os
@@ -24,7 +24,7 @@ with open({calls!r}, "a") as file:
 
 
 def commands(task: dict[str, Any], folder: Path, rank: int) -> list[list[str]]:
-    """What the task's script calls penstock with, on one of its nodes."""
+    """Return the arguments of each call of penstock by the task's script on one node."""
     calls, program = folder / f"calls-{rank}", folder / "penstock" / "bin" / "penstock"
     program.parent.mkdir(parents=True, exist_ok=True)
     program.write_text(INSTRUMENT.format(python=sys.executable, calls=str(calls)))
@@ -37,7 +37,7 @@ def commands(task: dict[str, Any], folder: Path, rank: int) -> list[list[str]]:
         "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
         "SKYPILOT_TASK_ID": "sky-managed-2026-penstock_1-0",
     }
-    # The launcher's process takes the place of the shell, which waits for nobody: its pipe ends with the last one.
+    # The launcher replaces the shell and does not wait for the agent; the pipe closes when the last process ends.
     subprocess.run(["bash", "-eu", "-c", task["run"]], env=node, check=True, stdout=subprocess.PIPE, timeout=30)
     return [json.loads(line) for line in calls.read_text().splitlines()]
 

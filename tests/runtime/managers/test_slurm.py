@@ -1,6 +1,6 @@
-"""What is refused of Slurm before anything is started, and batch scripts; `tests/gates/test_slurm.py` has real jobs.
+"""What Slurm runs refuse before they start, and batch scripts; `tests/gates/test_slurm.py` runs real jobs.
 
-For answers that a Slurm gives late or seldom, and for GPUs, shell scripts are in the place of its commands here.
+Shell scripts stand in for Slurm's commands: for late or rare answers, and for GPUs.
 """
 
 import os
@@ -23,7 +23,7 @@ TWO = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n1,n2"}
 
 
 def instrument(path: Path, text: str) -> Path:
-    """A shell script in the place of a command."""
+    """Write a shell script in place of a command."""
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o700)
     return path
@@ -104,8 +104,8 @@ def test_srun_hears_nothing_of_the_gpus_and_tasks_that_other_steps_of_the_job_ar
 
 
 def requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str, answer: str, **array: str) -> list[str]:
-    """What is requeued of job 17 by its script, whose command is `run`, if `answer` is that of scontrol; its folder has
-    the summary of a run that lost a host."""
+    """Run the script of job 17, with the command `run` and with `answer` from scontrol, and return what it requeues.
+    Its folder has the summary of a run that lost a host."""
     folder = tmp_path / "run" / array.get("SLURM_ARRAY_TASK_ID", "")
     folder.mkdir(parents=True)
     (folder / "summary.json").write_text('{"cause": "agent-died", "wall_s": 1.0}')
@@ -154,7 +154,7 @@ def test_a_start_that_is_refused_is_not_requeued_for_what_ended_the_one_before(
 def test_a_task_that_is_cancelled_is_not_requeued_since_another_of_its_array_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
-    """The last task of an array has the array's number: an answer about that is about all of its tasks."""
+    """The last task of an array has the array's own number: an answer about that number describes all tasks."""
     tasks = {3: ("18", "RUNNING"), 4: ("17", state)}
     line = "JobId={} ArrayJobId=17 ArrayTaskId={} JobName=toy JobState={} Reason=None\n"
     answer = "".join(line.format(number, task, said) for task, (number, said) in tasks.items())
@@ -176,4 +176,4 @@ def test_an_array_whose_first_task_failed_has_failed_though_slurm_has_forgotten_
     told: list[str] = []
     job = Job("toy", ("run", "toy"), tmp_path, ("--array", "3-4"))
     assert follow(job, "17", told.append, lambda text: None) is done
-    assert len(told) == 3  # each state once
+    assert len(told) == 3  # each state is reported once

@@ -1,4 +1,4 @@
-"""Rows of what the nodes of a graph report."""
+"""Rows of the metrics that the nodes of a graph report."""
 
 from penstock.graph.imports import short
 from penstock.graph.ir import Firing, Graph
@@ -6,7 +6,7 @@ from penstock.runtime.record.metrics import Rows
 
 
 def columns_of(graph: Graph) -> dict[str, set[str]]:
-    """By node, the columns in which its report is: a metric with the name of its function."""
+    """The columns of each node's report; each node reports one metric named as its function."""
     rows = Rows({}, 0.0, order=graph.nodes)
     for place, node in enumerate(graph.nodes):
         rows.group(Firing(node.name, 0), {short(node.op): float(place)})

@@ -1,4 +1,4 @@
-"""Which folder is a checkpoint that counts, how one comes to count, what is removed, and a folder that is moved."""
+"""Which folders count as checkpoints and from when, which ones are removed, and run folders that are moved."""
 
 import fcntl
 import json
@@ -86,7 +86,7 @@ def test_what_a_cut_is_made_of_is_on_the_disk_before_it_counts(
     written = folder.checkpoints / begin_checkpoint(folder, "ours", 3)
     complete_checkpoint(folder, written.name, {}, {})
     before, after = happened[: happened.index("counts")], happened[happened.index("counts") :]
-    assert any(path.parent == written for path in before)  # cut.json, by whatever name it had then
+    assert any(path.parent == written for path in before)  # cut.json, under its temporary name
     assert before[-1] == written
     assert folder.checkpoints in after
 
@@ -107,9 +107,9 @@ def test_only_what_this_run_has_given_up_is_swept(folder: RunFolder) -> None:
 
 
 def keep(folder: RunFolder, number: int, best: str = "") -> list[str]:
-    """The checkpoints that stay where so many do."""
+    """Keep the `number` newest checkpoints and the best one; return the names of those that stay."""
     for path in retire(folder, "ours", surplus(all_checkpoints(folder), number, best)).values():
-        assert (path / "part").exists()  # it is all there, and does not count
+        assert (path / "part").exists()  # still complete, but it does not count any more
     return [saved.folder.name for saved in all_checkpoints(folder)]
 
 
@@ -118,7 +118,7 @@ def test_the_newest_checkpoints_stay_and_the_best_one(folder: RunFolder) -> None
         checkpoint(folder, update, {"reward_mean": reward, "kl": update, "pools": {}})
     names = ["00000003", "00000004", "00000005", "00000005.2", "00000011", "00000100"]
     assert keep(folder, 0, "reward_mean") == names
-    assert keep(folder, 5, "kl:min") == names  # the best one stays beside the five newest
+    assert keep(folder, 5, "kl:min") == names  # the best one stays in addition to the five newest
     assert keep(folder, 4, "no_metric") == names[2:]
     assert keep(folder, 2, "reward_mean") == ["00000005", "00000011", "00000100"]
     assert keep(folder, 1) == ["00000100"]
@@ -149,7 +149,7 @@ def test_a_checkpoint_that_is_read_stays_until_it_is_not(folder: RunFolder) -> N
 
 
 def test_checkpoints_go_on_a_network_file_system_too(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS has locks of ranges in place of those of files: an exclusive one is refused on what is open to be read."""
+    """NFS emulates `flock` by range locks: an exclusive lock of a file opened for reading is refused."""
     for update in (3, 4):
         checkpoint(folder, update)
     monkeypatch.setattr(fcntl, "flock", fcntl.lockf)
@@ -163,7 +163,7 @@ def test_a_run_goes_on_beside_an_earlier_checkpoint_that_was_damaged(folder: Run
         checkpoint(folder, update)
     (folder.checkpoints / "00000003" / "cut.json").write_text("{")
     assert keep(folder, 1) == ["00000005"]
-    # Where it is the one that is wanted it is not passed over in silence.
+    # If the damaged one is asked for, this is an error.
     with pytest.raises(RecordError, match=r"00000003/cut\.json: given something that is not JSON"):
         checkpoint_of(folder, 3)
     (folder.checkpoints / "00000005" / "cut.json").write_text("{")
@@ -187,7 +187,7 @@ def test_each_bit_of_a_cut_that_a_disk_has_changed_is_told_with_what_there_is_be
             found = latest_checkpoint(folder)
         except RecordError as error:
             said.add(str(error))
-        else:  # a space, or the name of the check alone
+        else:  # the bit changed only white space, or the name "check"
             assert found is not None
             assert kept == {name: getattr(found, name) for name in kept}
     assert len(said) > len(whole)
@@ -196,7 +196,7 @@ def test_each_bit_of_a_cut_that_a_disk_has_changed_is_told_with_what_there_is_be
     path.unlink()
     with pytest.raises(RecordError, match=f"{path}: no such file; needed .*; {beside}"):
         latest_checkpoint(folder)
-    # One of a version without checks.
+    # A cut written by a version without checks.
     del facts["check"]
     path.write_text(json.dumps(facts))
     assert latest(folder) == "00000005"

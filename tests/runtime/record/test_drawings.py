@@ -1,4 +1,4 @@
-"""Bars on lanes: how they are arranged, drawn as text, picture, trace and figure, and where the time of lanes goes."""
+"""Bars on lanes: layout, drawings as text, picture, trace and figure, and the busy and idle time of lanes."""
 
 import json
 import re
@@ -123,7 +123,7 @@ def test_svg_is_well_formed_and_has_a_bar_to_scale_for_each_bar() -> None:
     widths = [float(group[1].attrib["width"]) for group in groups]
     assert widths[0] == pytest.approx(widths[1], abs=0.02)
     assert widths[2] == pytest.approx(2 * widths[0], rel=0.01)
-    # In a notebook there are others in the same document: each rule of its style is of that picture alone.
+    # A notebook has several pictures in one document: each style rule must apply to its own picture only.
     style = svg.partition("<style>")[2].partition("</style>")[0].replace("@media (prefers-color-scheme:dark){", "")
     selectors = [rule.partition("{")[0].strip() for rule in style.split("}") if "{" in rule]
     assert len(selectors) > 8

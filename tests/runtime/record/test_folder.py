@@ -92,7 +92,7 @@ def test_somebody_who_looks_whether_a_run_is_alive_keeps_none_from_starting(
     folder = RunFolder.create(tmp_path / "run")
     folder.unlock()
     looking = os.open(folder.path / "lock", os.O_RDONLY)
-    fcntl.flock(looking, fcntl.LOCK_SH)  # as `alive` has it between two of its lines
+    fcntl.flock(looking, fcntl.LOCK_SH)  # `alive` holds it for a moment
     monkeypatch.setattr(module, "sleep", lambda seconds: os.close(looking))
     RunFolder(folder.path).lock()
     assert folder.alive
@@ -152,12 +152,12 @@ def test_a_path_is_shown_without_dots_and_keeps_its_links(tmp_path: Path, monkey
     (tmp_path / "link").symlink_to(tmp_path / "here" / "deep")
     monkeypatch.chdir(tmp_path / "here")
     assert RunFolder.create("../run").path == tmp_path / "run"
-    assert absolute("../link/../x") == tmp_path / "here" / "x"  # where the shell's commands would find it, too
+    assert absolute("../link/../x") == tmp_path / "here" / "x"  # the same path as in a shell
     assert absolute(tmp_path / "link" / "run") == tmp_path / "link" / "run"
 
 
 def state_of(folder: Path) -> object:
-    """All of a folder that a refusal could have changed."""
+    """Everything in a folder that a refusal could have changed."""
     files = {p: (p.lstat().st_mode, p.lstat().st_mtime_ns, p.is_file() and p.read_bytes()) for p in folder.rglob("*")}
     return folder.stat().st_mode, folder.stat().st_mtime_ns, files
 
@@ -192,7 +192,7 @@ def test_a_run_that_comes_to_nothing_leaves_what_was_there(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     for path in (tmp_path / "empty", tmp_path / "new" / "run"):
-        if full:  # it cannot be made whole
+        if full:  # creation fails halfway
             monkeypatch.setattr(module, "make_folder", refuse)
             with pytest.raises(RecordError, match="the disk is full"):
                 RunFolder.create(path)
@@ -242,7 +242,7 @@ def test_what_is_planted_in_a_folder_is_not_written_through(tmp_path: Path, kind
     if kind != "folder":
         with pytest.raises(RecordError, match="needed a folder"):
             module.make_folder(planted)
-        module.write_atomic(planted, b"theirs\n")  # which takes its place
+        module.write_atomic(planted, b"theirs\n")  # replaces the planted file
         assert planted.read_bytes() == b"theirs\n"
         assert not planted.is_symlink()
     assert victim.exists() == (kind != "dangling")
@@ -271,11 +271,11 @@ OPENERS = {
     "tensor/shm.py": "shared memory, exclusively and without links",
     "cli/main.py": "/dev/null",
 }
-"""Files that open files for writing themselves, and why they may."""
+"""Files that may open files for writing themselves, and why."""
 
 
 def writes(call: ast.Call) -> bool:
-    """Does a call make or open a file for writing, by what it is called and its literal arguments?"""
+    """True if a call creates a file or opens it for writing, judged by its name and literal arguments."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     if name in ("write_text", "write_bytes", "touch", "mkstemp", "NamedTemporaryFile", "copyfile", "copy", "copy2"):
         return name not in ("copy",) or ast.unparse(call.func).startswith("shutil.")
@@ -298,7 +298,7 @@ def test_only_one_place_opens_files_for_writing() -> None:
 
 
 def test_files_that_a_killed_process_was_writing_are_swept(tmp_path: Path) -> None:
-    """As if `replacing` had been killed before its last step."""
+    """As if `replacing` was killed before its last step."""
     folder = RunFolder.create(tmp_path / "run")
     folder.write_json("config.json", {})
     kept = {path.name for path in folder.path.iterdir()}
@@ -308,6 +308,6 @@ def test_files_that_a_killed_process_was_writing_are_swept(tmp_path: Path) -> No
             os.link(half, folder.path / f".{name}.{'0' * 16}")
         (folder.path / name).unlink()
     report = folder.path / f".report.html.{'0' * 16}"
-    report.touch()  # `penstock report` may be about to give it its name
+    report.touch()  # `penstock report` may be about to rename it
     folder.sweep()
     assert {path.name for path in folder.path.iterdir()} == kept | {report.name}

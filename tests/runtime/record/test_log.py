@@ -1,4 +1,4 @@
-"""The event log: what was written is read back, anything else is refused by record."""
+"""The event log: it is read back as written, and any change is refused with the number of the record."""
 
 import errno
 import os
@@ -43,7 +43,7 @@ def write(path: Path, steps: int = 5) -> LogWriter:
 
 
 def spans(data: bytes) -> list[tuple[int, int]]:
-    """Start and end of each frame."""
+    """The start and end of each frame."""
     at, found = len(MAGIC), []
     while at < len(data):
         end = at + 8 + int.from_bytes(data[at : at + 4], "little") + 16
@@ -142,7 +142,7 @@ def test_a_reader_of_a_log_that_grows_goes_on_behind_what_it_has_read(path: Path
     writer.step(1.0, encode(Done(Firing("generate", 9), "generator/0")), [])
     writer.end({"status": "done"})
     *_, whole = new_records(path)
-    # What was read is not read again, however long it is.
+    # What was already read is not read again: its bytes may even be lost.
     path.write_bytes(bytes(mark.nbytes) + path.read_bytes()[mark.nbytes :])
     found = list(new_records(path, mark))
     assert ([type(record) for record, _ in found], found[-1]) == ([EventRecord, EndRecord], whole)

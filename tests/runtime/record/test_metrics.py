@@ -32,13 +32,13 @@ def row(update: int, **figures: Any) -> dict[str, Any]:
 
 
 def made(rows: Rows, update: int, now: float = 1.0, **metrics: float) -> dict[str, Any]:
-    """The row of an update that is complete with what "learn" reports."""
+    """Return the row of an update after "learn" has reported these metrics."""
     assert rows.update(update, "learn", metrics, seconds=1.0)
     return rows.row(update, now, {})
 
 
 def nodes_of(*functions: str) -> list[Node]:
-    """A node of each function, with its name."""
+    """Return a node for each function, named as it."""
     return [Node(name, f"module:{name}", (), ()) for name in functions]
 
 
@@ -55,9 +55,9 @@ def test_groups_combine_by_mean_sum_and_extremes() -> None:
     combined = {"reward_mean": 0.5, "tokens": 8.0, "lag_max": 2.0, "turns_min": 4.0}
     assert combine([*parts, {"turns_min": 4.0}]) == combined
     assert combine([{"finished": Mean.of([1, 0, 0])}, {"finished": Mean(1.0, 1)}]) == {"finished": 0.5}
-    # Numbers with and without a count, as after a resume from a checkpoint that had no counts.
+    # Values with and without counts, as after a resume from a checkpoint without counts.
     assert combine([{"finished": Mean(1.0, 3)}, {"finished": 0.0}]) == {"finished": 0.5}
-    # What a message between processes takes.
+    # Only counts that a message can carry are accepted.
     for count in (-1, 1e19, nan):
         with pytest.raises(ValueError, match=rf"given a count of {re.escape(str(count))}, needed a number from 0 to"):
             Mean(0.5, count)
@@ -80,7 +80,7 @@ def test_shares_of_tokens_are_of_all_tokens_and_lengths_of_all_rows_whatever_gro
     rows.group(Firing("generate", 0), {**spoken(80.0, 8, 0.0), "mismatch": 2.0})
     rows.group(Firing("generate", 0, 1), {**spoken(1.0, 1, 1.0), "mismatch": 4.0})
     rows.group(Firing("generate", 1), spoken(19.0, 1, 1.0))
-    rows.group(Firing("generate", 1, 1), {"generated_tokens": 0.0})  # nobody went on
+    rows.group(Firing("generate", 1, 1), {"generated_tokens": 0.0})  # no conversation went on
     rows.batch(0, (0, 1))
     row = made(rows, 0)
     assert (row["response_length"], row["stale_cache"], row["mismatch"]) == (10.0, pytest.approx(0.2), 3.0)
@@ -102,7 +102,7 @@ def test_a_row_has_its_own_groups_and_the_updates_figures() -> None:
     assert first == {"update": 0, "version": 1, "groups": 2, **figures, **seconds, **pools}
     second = made(rows, 1, 105.0, tokens=7.0)
     assert (second["reward_mean"], second["tokens"], second["seconds"]) == (2.5, 7.0, 1.0)
-    assert "sync_s" not in second  # no weights went live since the first row
+    assert "sync_s" not in second  # no weights were swapped in since the first row
 
 
 def test_a_rows_own_columns_are_those_that_nodes_may_not_report(rows: Rows) -> None:
@@ -151,15 +151,15 @@ def test_a_figure_has_a_column_for_each_node_with_a_name_and_none_twice() -> Non
 
 
 def test_tokens_count_as_generated_when_they_are_whatever_becomes_of_their_group(rows: Rows) -> None:
-    """Of groups that are learnt from later, dropped or never; of each turn and each generator; of no replayed group."""
+    """Tokens of all turns and generators count, also of groups used later, dropped or never; replayed ones do not."""
     rows.group(Firing("generate", 0), {"generated_tokens": 7.0})
-    rows.restart(now=0.0)  # what came before is in no row
+    rows.restart(now=0.0)  # earlier tokens are in no row
     for ordinal in range(4):
         rows.group(Firing("generate", ordinal), {"generated_tokens": 10.0})
         rows.group(Firing("generate", ordinal, 1), {"generated_tokens": 2.0, "response_length": 2.0})
         rows.group(Firing("generate_2", ordinal), {"generated_tokens": 1.0})
         rows.group(Firing("asks", ordinal), {"generated_tokens": 3.0})
-    rows.batch(0, (1,))  # group 0 was dropped, groups 2 and 3 are for later
+    rows.batch(0, (1,))  # group 0 was dropped; groups 2 and 3 are used later
     row = made(rows, 0, 2.0, tokens=30.0, replayed_tokens=20.0)
     assert (row["generate_tokens_per_s"], row["train_tokens_per_s"]) == (4 * 16 / 2, 30.0)
     assert not [name for name in row if name.endswith("generated_tokens")]
@@ -188,7 +188,7 @@ def test_a_column_is_of_the_first_node_that_reports_it_and_others_have_their_nam
         assert made["train_tokens_per_s"] == 4.0
         return {name: made[name] for name in made if name.endswith(("reward_mean", "loss"))}
 
-    # The updates' columns are not for a group's node, though it stands before them.
+    # Columns of the updates stay theirs, although a group's node comes before them in the graph.
     losses = {"loss": 1.0, "critic.loss": 2.0, "shape.loss": 9.0}
     assert row(rows, 0, judge=0.5, shape=0.25) == {"reward_mean": 0.5, "shape.reward_mean": 0.25, **losses}
     resumed = Rows(nodes, 0.0, order=order)
@@ -244,7 +244,7 @@ def test_two_nodes_of_a_function_report_apart_and_nodes_of_different_functions_u
 
 
 def test_further_nodes_of_a_function_never_have_the_plain_name() -> None:
-    """Not even of what the first one does not report, and however late that reports."""
+    """This holds for metrics that the first node does not report, and however late it reports."""
     order = [Node("learn", "m:learn", (), ()), Node("score", "m:score", (), ()), Node("score_2", "m:score", (), ())]
     rows = Rows({"learn": 1}, 0.0, order=order)
     for update in range(2):
@@ -268,10 +268,10 @@ def test_figures_of_a_group_that_an_update_passes_over_are_forgotten_and_count_n
         lost, taken = 2 * update, 2 * update + 1
         rows.group(Firing("score", lost), {"reward_mean": 9.0})
         rows.group(Firing("score", taken), {"reward_mean": 1.0})
-        rows.group(Firing("generate", taken + 1), {"tokens": 3.0})  # ahead of the update
+        rows.group(Firing("generate", taken + 1), {"tokens": 3.0})  # for a later update
         rows.batch(update, (taken,))
         assert made(rows, update)["reward_mean"] == 1.0
-        rows.group(Firing("generate", lost), {"tokens": 5.0})  # it was in work when it was lost
+        rows.group(Firing("generate", lost), {"tokens": 5.0})  # it was in progress when its group was lost
         assert set(rows.groups) == {lost, taken + 1}
 
 
@@ -321,9 +321,9 @@ def test_a_resumed_run_has_the_figures_that_its_cut_knows_and_no_others() -> Non
     before, after = Rows({"learn": 1}, now=0.0), Rows({"learn": 1}, now=0.0)
     before.group(Firing("generate", 4), {"tokens": 3.0, "mismatch": inf})
     before.group(Firing("score", 4), {"reward_mean": Mean(0.1, 3), "worst": Mean(-inf, 2)})
-    before.group(Firing("generate", 5), {"tokens": 9.0})  # came while the cut was written: it will come again
+    before.group(Firing("generate", 5), {"tokens": 9.0})  # came during the cut's write, and will come again
     before.trailing(1, "measure", {"accuracy": 0.5})
-    before.trailing(3, "watch", {"width": 2.0})  # the same
+    before.trailing(3, "watch", {"width": 2.0})  # likewise
     cut = {
         "groups": [[4, {"generate": "g/0", "score": "s/0"}, {}], [5, {}, {}]],
         "trailing": {"measure": 3, "watch": 3},

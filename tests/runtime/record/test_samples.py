@@ -1,4 +1,4 @@
-"""What is kept of prompt groups, with their texts and rewards."""
+"""The samples kept of prompt groups: their texts and rewards."""
 
 import json
 from pathlib import Path
@@ -113,11 +113,11 @@ def test_a_line_is_a_group_that_an_update_has_taken_and_others_are_kept_or_forgo
 
 
 def test_each_output_of_rewards_of_a_node_has_its_own(tmp_path: Path) -> None:
-    """By the names that `reward_mean` of each has in rows."""
+    """Named as the `reward_mean` of each in the rows."""
     outputs = {"right": Rewards(torch.tensor([1.0, 0.0])), "note": 3, "style": Rewards(torch.tensor([0.5, 0.25]))}
     file = SamplesFile(tmp_path / "s.jsonl", ORDER)
     file.tell(0, "score", sample(outputs))
-    # As a checkpoint of a version has it that kept one output of a node.
+    # As in a checkpoint of a version that kept one output per node.
     file.restore([(1, "score", {"rewards": [2.0]})])
     file.take(0, (0, 1))
     file.close()

@@ -1,4 +1,4 @@
-"""A run for all tests of the report, and a browser to open pages in."""
+"""A run shared by all tests of the report, and a browser to open pages in."""
 
 import shutil
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="package")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Eight updates at lag 1, two generators of two ranks each."""
+    """Eight updates at lag 1 with two generators of two ranks each."""
     path = tmp_path_factory.mktemp("runs") / "made"
     return simulated_run(path, updates=8, batch=6, lag=1, generators=2, ranks=2)
 
 
 @pytest.fixture(scope="package")
 def browser() -> "Iterator[Browser]":
-    """Debian's Chromium, without a window."""
+    """Debian's Chromium, headless."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = shutil.which("chromium")
     if chromium is None:

@@ -1,4 +1,4 @@
-"""Run folders for tests of the report: what the simulator says that happens, written as a run writes it."""
+"""Run folders for tests of the report: simulated events, written as a run writes them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,12 +25,12 @@ DURATIONS = Durations(NODES, publish=0.003, wire=0.002, swap=0.001)
 
 
 ACCURACY = 0.42
-"""Before training."""
+"""The accuracy before training."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """A run folder and the simulation that it is a record of."""
+    """A run folder, and the simulation that it records."""
 
     folder: RunFolder
     simulation: Simulation
@@ -49,7 +49,7 @@ def simulated_run(
     options: Mapping[str, Any] | None = None,
     started_s: float = 2.0,
 ) -> Made:
-    """A complete run of `updates`, its generators with `ranks` each, whose processes took `started_s` to start."""
+    """A complete run of `updates`; its generators have `ranks` ranks, and its processes took `started_s` to start."""
     found = load(program)
     assert isinstance(found, Program)
     graph = trace(found, options if options is not None else {"lag": lag})
@@ -80,7 +80,7 @@ def simulated_run(
 
 
 def _with_ranks(plan: Plan, ranks: int) -> Plan:
-    """Generators of so many ranks."""
+    """Return the plan with this many ranks for each generator."""
     pools = []
     for pool in plan.pools:
         if pool.name == "generator" and ranks > 1:
@@ -91,7 +91,7 @@ def _with_ranks(plan: Plan, ranks: int) -> Plan:
 
 
 def _row(update: int, end: float, lag: int) -> dict[str, Any]:
-    """Figures as the nodes of a language model report them."""
+    """Metrics as the nodes of a language model report them."""
     old = min(update, lag)
     return {
         "update": update, "version": update + 1, "time_s": end, "seconds": 0.1, "groups": 8, "update_s": 0.03,

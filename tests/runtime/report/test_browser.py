@@ -1,4 +1,4 @@
-"""The page in a real browser, from a file: it loads nothing, complains of nothing, and its parts work."""
+"""The page in a real browser, opened as a file: it loads nothing else, logs no errors, and its controls work."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Opened:
-    """A page with all that it asked for and complained of."""
+    """A page with its requests and console messages."""
 
     page: "Page"
     requests: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ def opened(browser: "Browser", path: Path, **context: Any) -> Opened:
 @pytest.fixture(scope="module")
 def file(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "report.html"
-    write_report(made.folder, path, limit_s=60.0)  # the whole table, on any machine
+    write_report(made.folder, path, limit_s=60.0)  # enough for the whole table on any machine
     return path
 
 
@@ -54,7 +54,7 @@ def shown(browser: "Browser", file: Path) -> Iterator[Opened]:
 
 @pytest.fixture
 def page(shown: Opened) -> "Page":
-    """The page as it first was, but for what was asked for."""
+    """The shared page, reset between tests."""
     shown.page.keyboard.press("Escape")
     shown.page.mouse.move(0, 0)
     shown.page.click("button[data-do=train]")
@@ -65,7 +65,7 @@ VIEW = "document.querySelector('.schedule').view"
 
 
 def seen(page: "Page") -> tuple[float, float]:
-    """The times that the schedule shows, in microseconds."""
+    """The time range that the schedule shows, in microseconds."""
     begin, end = page.evaluate(f"[{VIEW}.from, {VIEW}.to]")
     return begin, end
 
@@ -75,7 +75,7 @@ def span(page: "Page") -> float:
 
 
 def bar_of(page: "Page", lane: str, node: str, side: str = "real") -> Any:
-    """A bar of a node in a lane, to put the pointer on."""
+    """Return a bar of a node in a lane, to hover over."""
     return page.evaluate_handle(
         """([lane, node, side]) => {
             const view = document.querySelector('.schedule').view;
@@ -105,7 +105,7 @@ def test_the_sums_of_each_rank_add_up_to_the_wall_time(page: "Page") -> None:
         """rows => rows.map(row =>
             [row.dataset.wall, [...row.querySelectorAll('td[data-ns]')].map(td => td.dataset.ns)])""",
     )
-    assert len(rows) == 12  # six ranks, while training and all in all
+    assert len(rows) == 12  # six ranks, while training and in total
     assert all(int(wall) == sum(int(ns) for ns in parts) and int(wall) > 0 for wall, parts in rows)
 
 
@@ -137,9 +137,9 @@ def test_there_is_a_lane_for_every_rank_real_and_predicted(page: "Page") -> None
 
 
 def test_the_lanes_of_a_pool_are_as_high_as_the_firings_it_may_have_in_work(page: "Page") -> None:
-    """Whatever of them the run had: real and predicted, all ranks."""
+    """This holds for all ranks, real and predicted, whatever the run used."""
     heights = page.evaluate(f"() => {VIEW}.strips.map(s => [s.row.pool, s.row.room, s.height])")
-    # The default of 256 slots, of which a group of four samples takes four; and two groups that wait for a slot.
+    # 256 slots by default; a group has four samples, and two more groups wait for slots.
     assert {tuple(row) for row in heights if row[0] == "generator"} == {("generator", 256 // 4 + 2, 84)}
     assert {row[1] for row in heights if row[0] != "generator"} == {1}
 
@@ -263,7 +263,7 @@ def test_everything_that_can_be_used_has_a_name(page: "Page") -> None:
 
 
 def contrast(page: "Page", selector: str) -> float:
-    """WCAG's contrast of a text with the nearest background under it."""
+    """WCAG's contrast of a text with the nearest background behind it."""
     return float(
         page.eval_on_selector(
             selector,
@@ -308,7 +308,7 @@ def test_it_prints_with_its_pictures_and_without_its_buttons(browser: "Browser",
     assert ground == "rgb(255, 255, 255)"
     assert page.locator(".toolbar button").first.is_hidden()
     assert page.locator(".chart > svg").is_visible()
-    page.set_viewport_size({"width": 688, "height": 1000})  # A4 less its margins
+    page.set_viewport_size({"width": 688, "height": 1000})  # A4 minus margins
     assert page.evaluate("document.documentElement.scrollWidth") <= 688
     page.pdf(path=tmp_path / "report.pdf")
     assert (tmp_path / "report.pdf").stat().st_size > 20_000

@@ -1,4 +1,4 @@
-"""Small charts say in words what they show; schedules are columns; a long run's page is small; samples are texts."""
+"""Small charts with a text of what they show; schedules as columns; the page size of a long run; samples as texts."""
 
 import base64
 import json
@@ -54,7 +54,7 @@ def test_a_long_chart_keeps_its_ends_and_the_extremes_of_each_of_its_curves() ->
 
 
 def test_a_count_stays_until_it_changes() -> None:
-    """Depths of queues are steps: nothing lies between 16 and 0."""
+    """Queue depths are steps: there are no values between 16 and 0."""
     points = [(0.0, 16.0), (1.0, 0.0)]
     sloped, stepped = (drawn(curves("Depth", ["groups"], points, steps=way)) for way in (False, True))
     line = re.compile(r'points="(.*?)"')
@@ -154,7 +154,7 @@ def test_a_lanes_room_and_tracks_do_not_depend_on_the_evaluation_or_the_side() -
 
 
 def test_accuracy_is_of_versions_that_were_measured_and_of_no_samples_to_learn_from(tmp_path: Path) -> None:
-    """A node of an update may call accuracy what training sampled, as that of rlhf, or pairs, as a reward model's."""
+    """An update's node may report as `accuracy` that of training samples (rlhf) or of pairs (a reward model)."""
     folder = simulated_run(tmp_path / "r", updates=4).folder
     rows = [{**row, "accuracy": 0.01} for row in read_rows(folder.metrics)]
     rows[3] |= {"measure.accuracy": 0.7, "measure.accuracy_version": 2.0, "measure_update": 1.0}
@@ -183,7 +183,7 @@ def test_samples_are_shown_as_texts_with_the_rewards_of_nodes_that_read_them(tmp
     texts = re.sub(r"<[^>]*>", " ", shown).split()
     assert {"Update", "1,", "8,", "1+1=", "&lt;b&gt;2&lt;/b&gt;", "fake_score", "0.125", "(cut)"} <= set(texts)
     assert {"fake_score.style", "0.375"} <= set(texts)
-    assert "0.75" not in texts  # of a node that does not read it
+    assert "0.75" not in texts  # of a node that does not read these responses
     folder.samples.write_text("{}\n")
     report = write_report(folder, tmp_path / "report.html", limit_s=0.5)
     assert [note for note in report.facts.notes if "samples.jsonl" in note]
@@ -191,7 +191,7 @@ def test_samples_are_shown_as_texts_with_the_rewards_of_nodes_that_read_them(tmp
 
 
 def test_no_secret_of_a_command_or_an_error_is_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trackers have it as an artifact."""
+    """Trackers store the page as an artifact."""
     monkeypatch.setenv("JUDGE_TOKEN", "0123456789")
     folder = simulated_run(tmp_path / "r", updates=2).folder
     url = "http://bob:pw@judge/reward?x=1&api_key=verysecret"
@@ -221,8 +221,8 @@ def test_rewards_of_a_node_that_is_called_as_an_argument_stand_beside_its_respon
 
 
 def test_rewards_stand_beside_the_responses_that_they_are_of(tmp_path: Path) -> None:
-    """Those of several prompts of a node follow each other; those of responses that go on from others are not these
-    others'."""
+    """Rewards of several prompts of a node are in the prompts' order. Rewards of continuations do not belong to the
+    responses that they continue."""
     vineppo = "penstock.programs.vineppo:vineppo"
     nodes = dict.fromkeys((node.name for node in trace(load(vineppo), {}).nodes if node.name != "broadcast"), 0.01)
     folder = simulated_run(tmp_path / "r", updates=1, program=vineppo, durations=Durations(nodes), options={}).folder

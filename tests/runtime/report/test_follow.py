@@ -1,4 +1,4 @@
-"""What ranks did, from events and commands alone."""
+"""The work of ranks, derived from events and commands alone."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Why a rank is idle; busy and idle by cause add up to the wall time, whatever was in work."""
+"""Why a rank is idle: busy time and idle time by cause add up to the wall time, whatever work there was."""
 
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def test_slots_in_use_are_rows_and_never_more_than_there_are() -> None:
 def test_occupancy_counts_a_slot_for_each_sample_of_a_group(tmp_path: Path) -> None:
     seconds = Durations({"fake_generate": 1.0, "fake_score": 0.0, "fake_update": 0.0})
     report = make_report(read_facts(simulated_run(tmp_path / "run", batch=4, durations=seconds).folder), lambda: True)
-    # The groups of two updates begin together, with four samples each, on a replica with the default number of slots.
+    # The groups of two updates start together, with four samples each, on a replica with the default number of slots.
     assert report.occupancy["generator"] == 2 * 4 * 4 / report.facts.config.flags.slots
 
 

@@ -1,4 +1,4 @@
-"""What the simulator makes of a run: its prediction, other lags and numbers of generators, the verdict."""
+"""What the simulator derives from a run: a prediction, other lags and numbers of generators, and the verdict."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -84,7 +84,7 @@ def firing(index: int, start: int, end: int) -> Work:
 
 
 def test_a_firing_that_was_done_again_took_as_long_as_the_last_time() -> None:
-    """A group begins again when its replica is lost: the time between is that of no firing."""
+    """A group starts again when its replica is lost: the time between the attempts belongs to no firing."""
     first = [firing(0, 0, 10), replace(firing(0, 1, 12), rank=1), replace(firing(0, 20, 30), segment=1)]
     again = [firing(0, 1000, 1040), replace(firing(0, 1001, 1050), rank=1)]
     assert firings(first) == {("generate", 0): pytest.approx(22 / NS)}
@@ -109,7 +109,7 @@ def test_an_attempt_that_was_done_again_crowds_others_and_is_no_part_of_what_a_f
 
 
 def test_what_a_group_owes_to_those_beside_it_is_fitted() -> None:
-    """One, two and four at once, each taking 100 + 50 for every other one."""
+    """One, two or four groups at once, each taking 100 plus 50 for each other group."""
     work: list[Work] = []
     now = 0
     for beside in (1, 2, 4) * 8:
@@ -118,7 +118,7 @@ def test_what_a_group_owes_to_those_beside_it_is_fitted() -> None:
         now += took + 10
     mean = sum(n * n for n in (1, 2, 4)) / 7
     assert crowding(work).share == pytest.approx(50 * mean / (50 + 50 * mean), abs=0.01)
-    assert Crowding(1.0, 2.0).pace(0) == Crowding(1.0, 2.0).pace(1) == 2.0  # between two firings no work is done
+    assert Crowding(1.0, 2.0).pace(0) == Crowding(1.0, 2.0).pace(1) == 2.0  # no work is done between two firings
 
 
 def test_a_firing_that_paused_lasted_as_long_as_its_segments() -> None:
@@ -127,7 +127,7 @@ def test_a_firing_that_paused_lasted_as_long_as_its_segments() -> None:
 
 
 def test_a_replica_without_work_has_a_pace_also_where_all_of_a_groups_time_is_due_to_others() -> None:
-    """As between two batches of a run whose firings take as long as there are others beside them."""
+    """As between two batches of a run whose firings take time in proportion to the number of concurrent groups."""
     made = crowding([firing(64 * n + i, n * 1000, n * 1000 + 10 * n) for n in range(1, 9) for i in range(n)])
     assert made.share == 1
     assert made.pace(0) == made.pace(1) > made.pace(2)
@@ -211,7 +211,7 @@ CYCLE = Bound(0.9, ("policy", "broadcast", "fake_generate", "fake_score", "fake_
 def test_the_verdict_says_what_bounds_what_a_lag_would_gain_and_how_far_the_prediction_is_off(
     bound: Bound | None, error: float | None, periods: dict[int, float], busy: dict[str, float], said: str
 ) -> None:
-    """A bound far below the period explains nothing."""
+    """A bound far below the period does not explain it."""
     assert verdict(GRAPH, bound, 1.0, error, table(periods) if periods else None, busy) == said
 
 
