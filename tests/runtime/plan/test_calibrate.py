@@ -1,5 +1,5 @@
-"""The cost model fitted to what a run recorded: the numbers that made the seconds come back, and other hardware is
-refused by name."""
+"""The cost model fitted to a recorded run: it recovers the parameters that made the run's durations, and refuses other
+hardware by name."""
 
 import json
 from dataclasses import replace
@@ -84,7 +84,7 @@ def test_a_calibrated_period_has_a_range_on_both_sides_and_three_digits() -> Non
 
 
 def _on_a_gpu(folder: Path, cluster: str, model: Path) -> None:
-    """Makes of a simulated run's folder one that says it ran on GPUs: a test instrument, since no GPU wrote it."""
+    """Edit a simulated run's folder so that it says it ran on GPUs; no GPU wrote it."""
     config, placed = (json.loads((folder / name).read_text()) for name in ("config.json", "plan.json"))
     config["flags"] |= {"model": str(model), "dtype": "bfloat16", "max_tokens": 512, "recompute": "layer"}
     config["flags"] |= {"micro_tokens": MICRO_TOKENS}
@@ -100,7 +100,7 @@ def _on_a_gpu(folder: Path, cluster: str, model: Path) -> None:
 
 @pytest.mark.parametrize(("name", "steps"), [("aipo", {}), ("ppo", {"epochs": 3, "minibatches": 2})])
 def test_a_run_on_such_gpus_gives_a_model_with_its_seconds(tmp_path: Path, name: str, steps: dict[str, int]) -> None:
-    """From the folder to the cluster that is planned for."""
+    """From the run's folder to the cluster that is planned for."""
     program, options = f"penstock.programs.{name}:{name}", {"lag": 1, **steps}
     roles = roles_of(graph := trace(load(name), options))
     nodes = {node.name: 0.001 for node in graph.nodes if node.fires} | {"generate": 12.0, roles.cycle[-1]: 4.0}

@@ -1,4 +1,4 @@
-"""The table of what a run can do agrees with what nodes refuse, and its lacks name what is needed."""
+"""The table of what a run can do agrees with what nodes refuse, and a lack names what is needed."""
 
 from itertools import product
 
@@ -68,7 +68,7 @@ def test_nodes_take_exactly_the_meshes_of_the_table(shape: Shape, kind: Kind) ->
         lack = axis_lack(kind, mesh) or cut_lack(kind, shape, mesh)
         assert (lack is None) == _nodes_take(shape, kind, mesh), (mesh, lack)
         taken |= {mesh} if lack is None else set()
-    # Some of each: neither says no to everything.
+    # Both accept some meshes and refuse others.
     assert {(), (("tp", 2),)} <= taken or shape.name == "few words"
     assert len(taken) < len(SIZES) * 4 * 4 * len(SIZES) / 2
     assert {dict(mesh).get("ep", 1) for mesh in taken} == ({1, 2, 3} if shape.experts else {1})

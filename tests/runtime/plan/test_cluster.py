@@ -1,4 +1,4 @@
-"""A cluster in a file or in a word, and meshes of its pools; what is wrong is said at once, with what was meant."""
+"""Clusters from a file or a word, and meshes of pools; errors are reported at once, with the nearest valid input."""
 
 import os
 import re
@@ -139,14 +139,14 @@ def test_this_machine_is_one_host_with_the_cores_this_process_may_use(
     (host,) = Cluster.local().hosts
     assert (host.name, host.cores, host.agent) == ("local", 1, "local")
     assert Cluster.local().endpoint(tmp_path) == f"ipc://{tmp_path}/control.sock"
-    # An external agent needs tcp, and loopback is the default.
+    # An external agent needs TCP; the default address is loopback.
     far = Cluster(hosts=(Host(name="a", cores=1, agent="external"),))
     assert far.endpoint(tmp_path) == "tcp://127.0.0.1:0"
 
 
 def test_the_documented_files_are_clusters(tmp_path: Path) -> None:
     files = re.findall(r"(?ms)^```toml[^\n]*\n(.*?)^```", PAGES)
-    # Others show single keys.
+    # The other TOML blocks show single keys.
     far, own = (_read(tmp_path, text) for text in files if "[[hosts]]" in text)
     program = load("aipo")
     assert isinstance(program, Program)
@@ -207,7 +207,7 @@ def test_a_file_may_have_kinds_of_its_own_beside_others(tmp_path: Path) -> None:
     assert (ours.memory_gib, ours.tflops.bf16, ours.tflops.fp8) == (96, 800, GPUS["H100"].tflops.fp8)
     assert (b200, none) == (GPUS["B200"], None)
     assert Cluster.model_validate(cluster.model_dump()) == cluster
-    # GPUs without a kind run, but cannot be planned.
+    # A run can use GPUs without a kind, but they cannot be planned for.
     unknown = _read(tmp_path, KINDS.replace(', gpu = "B200"', ""))
     with pytest.raises(ClusterError, match="hosts: b: given 1 CUDA devices, needed the kind of its GPUs"):
         unknown.gpu_of(unknown.hosts[1])
@@ -222,7 +222,7 @@ def test_a_file_may_have_kinds_of_its_own_beside_others(tmp_path: Path) -> None:
         ("NVIDIA A100-SXM4-80GB", 79.3, "A100", (2039, 300, 0)),
         ("NVIDIA GH200 480GB", 94.5, "NVIDIA-GH200-480GB", (4000, 0, 1979)),
         ("NVIDIA GB200", 184.0, "GB200", (8000, 900, 5000)),
-        # A part of a card.
+        # A MIG slice of a card.
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.5, "NVIDIA-H100-80GB-HBM3-MIG-1g-10gb", (3350, 450, 1979)),
     ],
 )

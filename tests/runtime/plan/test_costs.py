@@ -1,5 +1,5 @@
-"""The cost model by hand: a training step and what each axis of its mesh costs, bytes by component, a model's tensors
-and the traffic of a sync."""
+"""The cost model checked by hand: a training step and the cost of each mesh axis, bytes by component, a model's
+tensors, and the traffic of a weight sync."""
 
 import json
 import random
@@ -55,7 +55,7 @@ def test_the_flops_of_a_step_are_six_per_parameter_and_token_and_attention() -> 
 
 
 class _Unattended(torch.autograd.Function):
-    """Attention without an operation: gradients of queries go back as those of keys and values, too."""
+    """Attention without any operation: the output's gradient serves for queries, keys and values."""
 
     @staticmethod
     def forward(ctx: Any, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class _Unattended(torch.autograd.Function):
 
 
 class _Traffic(TorchDispatchMode):
-    """Bytes that operations read and write: all but matrix products, views and copies of no bytes."""
+    """Counts the bytes that operations read and write, except for matrix products and views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -86,7 +86,7 @@ class _Traffic(TorchDispatchMode):
 def test_between_products_as_much_is_read_and_written_as_by_this_projects_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a layer of 8B, forward and backward; a norm is one kernel on a GPU, and is taken for one operation."""
+    """A layer of 8B, forward and backward; a norm is one kernel on a GPU, so it counts as one operation."""
     monkeypatch.setattr(decoder, "rms_norm", lambda x, *_: -x)
     unattended: Any = _Unattended.apply
     tokens, found = 64, []
@@ -117,7 +117,7 @@ def test_a_packed_batch_costs_attention_by_the_square_of_each_sequence() -> None
 
 
 def test_a_pipelines_bubble_is_a_micro_batch_on_the_other_stages() -> None:
-    """That of the slowest one, which has the head, is no bubble; its layers and head count whole."""
+    """The slowest stage, which has the head, adds no bubble; its layers and head count in full."""
     piped = replace(ALONE, mesh=Parallel(pp=4), zero3=False)
     parts = piped.update(BATCH)
     micro = 64 * 4096 // 8192
@@ -129,7 +129,7 @@ def test_a_pipelines_bubble_is_a_micro_batch_on_the_other_stages() -> None:
 
 
 def test_stages_hold_whole_layers_cut_as_the_trainer_cuts_them() -> None:
-    """61 layers on 40 stages put two on most of them, which then keep twice the mean."""
+    """For example, 61 layers on 40 stages put two on most of them, which then hold twice the mean."""
     for name, count in (("deepseek-v3", 40), ("llama-8b", 3), ("qwen3-4b", 36), ("llama-1b", 2)):
         shape = SHAPES[name]
         found, own = stages_of(shape, count), stages(shape, count)
@@ -144,7 +144,7 @@ def test_stages_hold_whole_layers_cut_as_the_trainer_cuts_them() -> None:
 
 
 def test_a_stage_holds_what_the_trainer_gives_it_on_models_and_stages_that_are_drawn() -> None:
-    """The cut has one place (`graph.protocols.stage_of_layer`); the numbers of its parameters have two."""
+    """The stage cut is defined once (`graph.protocols.stage_of_layer`), the parameter counts twice."""
     draw = random.Random(8)
     for _ in range(60):
         layers, kv_heads, tied = draw.randint(1, 24), draw.choice((1, 2, 4)), draw.random() < 0.3
@@ -166,12 +166,12 @@ def test_experts_over_ranks_save_gathers_and_memory_and_cost_exchanges() -> None
     assert (alone.local, spread.local) == pytest.approx((dense + experts, dense + experts / 8))
     assert spread.update(BATCH).parts["ep"] > 0
     assert "ep" not in alone.update(BATCH).parts
-    # The host waits once for each micro-batch in each layer: forward, repeated, and twice backward.
+    # The host waits four times for each micro-batch and layer: forward, recomputation, and twice backward.
     assert spread.update(BATCH).parts["routing"] == pytest.approx(4 * 48 * 8 * H100.engine.experts_ms * 1e-3)
     assert spread.update(BATCH).parts["products"] == alone.update(BATCH).parts["products"]
     before, after = (step_memory(each, 0)["layer backward"].parts for each in (alone, spread))
     assert after["unsharded blocks"] < before["unsharded blocks"] / 2
-    # Rows of a micro-batch as they come and go.
+    # Rows of a micro-batch that are sent to experts and received back.
     assert after["activations"] - before["activations"] == 2 * 4096 * 2 * alone.shape.active * alone.shape.hidden
     apart = {"unsharded blocks": 0, "activations": 0}
     assert {**after, **apart} == {**before, **apart}
@@ -198,11 +198,11 @@ def test_a_generators_ranks_share_out_experts_and_each_has_the_rest() -> None:
 def test_ranks_that_share_sequences_share_their_activations_and_their_work() -> None:
     shared = replace(TRAINER, cp=2)
     assert shared.update(BATCH).parts["products"] == pytest.approx(TRAINER.update(BATCH).parts["products"])
-    # A single sequence is the work of one rank, or of two.
+    # A single sequence is processed by one rank, or by two.
     one = np.array([8192])
     for part in ("products", "attention"):
         assert shared.update(one).parts[part] == pytest.approx(TRAINER.update(one).parts[part] / 2)
-    assert shared.update(one).parts["cp"] == 0  # beside attention
+    assert shared.update(one).parts["cp"] == 0  # hidden behind attention
     assert replace(shared, mesh=Parallel(fsdp=16), cp=16).update(np.full(64, 512)).parts["cp"] > 0
     halved, whole = (step_memory(each, 0)["head backward"].parts["activations"] for each in (shared, TRAINER))
     assert halved == pytest.approx(whole / 2)
@@ -220,9 +220,9 @@ def test_collectives_by_hand() -> None:
     assert reduce_s(H100, 8e9, 8) == pytest.approx(2 * gather_s(H100, 8e9, 8))
     assert exchange_s(H100, 1e9, 1) == 0
     assert exchange_s(H100, 1e9, 16) == pytest.approx(0.5e9 / H100.nic + H100.latency_s + H100.network_s)
-    assert bandwidth(H100, 16) == pytest.approx(8 * 40e9)  # eight NICs of a machine, side by side
+    assert bandwidth(H100, 16) == pytest.approx(8 * 40e9)  # eight NICs of a machine in parallel
     assert bandwidth(H100, 16, stride=8) == pytest.approx(40e9)  # one GPU of each machine has its own NIC
-    # Few bytes go through a tree: up and down in a host, and between 32 of them.
+    # Few bytes go through a tree: up and down within a host, and between 32 hosts.
     assert reduce_s(H100, 1.0, 256) == pytest.approx(2 * (H100.latency_s + 5 * H100.network_s), rel=1e-3)
     assert gather_s(H100, 0.0, 16) == pytest.approx(H100.latency_s + H100.network_s)
     assert switch_cost(H100, 40e9, 20e9).seconds == pytest.approx(1.5 + H100.engine.switch_s)
@@ -241,7 +241,7 @@ def test_costs_add_up_and_name_what_bounds_them() -> None:
 
 
 def test_a_trainer_holds_sixteen_bytes_per_parameter_of_its_shard_and_eighteen_alone() -> None:
-    """A rank by itself has a copy of its masters to compute with, unless it computes in their format."""
+    """A rank without shards also has a copy of its master weights to compute with, unless it computes in fp32."""
     alone = replace(TRAINER, mesh=Parallel())
     for trainer, size in ((TRAINER, 16 / 8), (alone, 18), (replace(alone, precision="fp32"), 16)):
         parts = trainer_memory(trainer).parts
@@ -254,7 +254,7 @@ def test_a_trainer_holds_sixteen_bytes_per_parameter_of_its_shard_and_eighteen_a
 
 
 def test_ranks_of_tp_share_the_logits_of_a_chunk() -> None:
-    """A chunk has more tokens; the gradient of the head, a rank's own words, is there at another time."""
+    """With tp a chunk has more tokens, and the gradient of a rank's part of the head is allocated at another time."""
     trainer = replace(TRAINER, micro_tokens=16384, logit_elements=1 << 28)
     whole, cut = (
         step_memory(replace(trainer, mesh=mesh), 0)["head backward"].parts["logits"]
@@ -275,7 +275,7 @@ PARTS = "head", "layer"
 
 
 def test_recomputation_keeps_the_inputs_of_layers_and_one_layer() -> None:
-    """Of 8B with flash attention and bfloat16: 139 kB per token and layer otherwise."""
+    """8B with flash attention and bfloat16: without recomputation 139 kB per token and layer."""
     assert layer_bytes(ALONE, ALONE.stages[0]) == 139_400
     kept, again = (
         [step_memory(replace(ALONE, recompute=share), 0)[f"{part} backward"].parts["activations"] for part in PARTS]
@@ -286,7 +286,7 @@ def test_recomputation_keeps_the_inputs_of_layers_and_one_layer() -> None:
 
 
 def test_a_generators_cache_is_a_token_of_every_layer_for_each_slot() -> None:
-    """A latent cache is whole on every rank, and heads are shared out."""
+    """Each rank holds a latent cache whole; heads are divided among ranks."""
     parts = generator_memory(GENERATOR, 1000).parts
     assert parts["cache"] == 256 * 1000 * 32 * 2 * 8 * 128 * 2
     assert parts["weights"] == 2 * 2 * LLAMA.parameters
@@ -304,7 +304,7 @@ def test_roles_that_share_a_gpu_add_up_and_reserve_once() -> None:
 
 
 def test_a_sync_moves_what_its_plan_says() -> None:
-    """Each of 8 generators receives all weights; each of 8 trainers sends its eighth to each of them."""
+    """Each of 8 generators receives all weights; each of 8 trainers sends its eighth to all of them."""
     moved = traffic(LLAMA, Parallel(fsdp=8), Parallel(), "bf16")
     assert moved.received == 2 * LLAMA.parameters
     assert 8 * moved.sent == pytest.approx(2 * LLAMA.parameters, rel=0.01)
@@ -341,7 +341,7 @@ def test_parameters_are_those_that_the_makers_say(name: str, billions: float, ac
     assert shape.parameters / 1e9 == pytest.approx(billions, rel=1e-3)
     assert shape.active_parameters / 1e9 == pytest.approx(active, rel=5e-3)
     assert sum(prod(size) for size, _ in tensors(shape).values()) == pytest.approx(shape.parameters, rel=1e-6)
-    # Experts are cut between experts: their rule says into how many parts at most.
+    # Experts are divided whole: the sharding rule has their number as the maximum number of parts.
     rules = {rule for name, (_, rule) in tensors(shape).items() if ".experts." in name}
     assert rules == ({(0, shape.experts)} if shape.experts else set())
 
@@ -359,7 +359,7 @@ def test_a_models_own_config_gives_the_same_parameters_tensors_and_rules() -> No
 
 @pytest.mark.parametrize("targets", [(), ("q_proj", "v_proj", "down_proj")])
 def test_adapters_are_those_of_the_models_that_run(targets: tuple[str, ...]) -> None:
-    """Their tensors and rules, and what of them a rank has under tp."""
+    """Their tensors and sharding rules, and a rank's share under tp."""
     lora = Lora(4, 8.0, targets) if targets else Lora(4, 8.0)
     own = {name: tuple(p.shape) for name, p in CausalLM(CONFIG, device="meta", lora=lora).own_parameters().items()}
     shape, rules = shape_of(CONFIG.to_json(), "here").with_lora(4, targets), tensor_parallel(CONFIG)
@@ -372,19 +372,19 @@ def test_adapters_are_those_of_the_models_that_run(targets: tuple[str, ...]) -> 
 
 
 def test_adapters_alone_have_gradients_moments_and_a_wire() -> None:
-    """8B on 8 GPUs: the base is there once in bfloat16 and sharded, and no product makes a gradient of it."""
+    """8B on 8 GPUs: the frozen base is held once, in bfloat16 and sharded, without computing its weight gradients."""
     full = Trainer(SHAPES["llama-8b"], H100, Parallel(fsdp=8), recompute=1.0)
     own = replace(full, shape=full.shape.with_lora(16))
     learnt = full.shape.layers * own.shape.adapted()
     ours, whole = trainer_memory(own).parts, trainer_memory(full).parts
-    # What learns is sharded in float32, and what does not in the format that it is computed with.
+    # Trained weights are sharded in float32, frozen ones in the compute dtype.
     assert whole["weights"] == pytest.approx(4 * own.shape.parameters / 8, rel=0.01)
     assert ours["weights"] == pytest.approx(whole["weights"] / 2 + 4 * learnt / 8)
     assert ours["moments"] == pytest.approx(8 * learnt / 8)
     assert ours["gradients"] == pytest.approx(4 * learnt / 8)
     assert beside_memory(own, Models(frozen=0, critics=1)) == beside_memory(full, Models(frozen=0, critics=1))
     lengths = np.full(64, 1000)
-    # Forward, again, and one of the two products of the backward pass, of four.
+    # The adapters' step has three of the four products: forward, recomputed forward, and one of two backward.
     shares = own.update(lengths).parts["products"] / full.update(lengths).parts["products"]
     assert 0.75 < shares < 0.77
     moved = [traffic(t.shape, t.mesh, Parallel(tp=2), "bf16").received for t in (full, own)]

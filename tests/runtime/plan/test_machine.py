@@ -1,4 +1,4 @@
-"""What of a machine a process may use: the least of its affinity, its control groups, and the device files it opens."""
+"""What a process may use of a machine: the minimum of CPU affinity, control groups and openable GPU device files."""
 
 import os
 from collections.abc import Mapping
@@ -35,10 +35,10 @@ def write(root: Path, files: Mapping[str, str]) -> None:
     [
         ("0::/\n", {"cpu.max": "150000 100000\n", "memory.max": f"{GIB}\n"}, (1.5, GIB)),
         ("0::/\n", {"cpu.max": "max 100000\n", "memory.max": "max\n"}, (inf, inf)),
-        # The host's path, of which only the container's own folder is there.
+        # A path of the host; in the container only its own folder exists.
         ("0::/docker/ab\n", {"cpu.max": "200000 100000\n", "memory.max": f"{GIB}\n"}, (2, GIB)),
         ("0::/../../other\n", {"cpu.max": "200000 100000\n"}, (2, inf)),
-        # The groups around one's own limit it, too.
+        # Parent groups limit the process, too.
         (
             "0::/job/step\n",
             {
@@ -69,7 +69,7 @@ def write(root: Path, files: Mapping[str, str]) -> None:
             },
             (inf, GIB),
         ),
-        # Both: version 2 without controllers beside version 1.
+        # Both versions: version 2 without controllers, and version 1.
         (f"{V1_LINES}0::/\n", {"memory/memory.limit_in_bytes": f"{GIB}\n", "unified/cgroup.procs": ""}, (inf, GIB)),
         ("0::/\n", {"cpu.max": "no numbers\n", "memory.max": ""}, (inf, inf)),
         ("0::/\n", {"cpu.max": "100000 0\n", "memory.max": "0\n"}, (inf, inf)),
@@ -111,7 +111,7 @@ def test_memory_is_the_machines_or_its_limit(tmp_path: Path) -> None:
         ({"memory.max": "max\n", "memory.current": f"{GIB}\n"}, 8 * GIB),
         ({"memory.max": f"{4 * GIB}\n", "memory.current": f"{GIB}\n"}, 3 * GIB),
         ({"memory.max": f"{4 * GIB}\n"}, 8 * GIB),
-        # Of the files that it has read the kernel drops those which nobody uses first.
+        # The kernel can drop inactive page cache, so it counts as free.
         (
             {
                 "memory.max": f"{4 * GIB}\n",
@@ -181,7 +181,7 @@ def test_cuda_devices_are_those_that_are_visible(
 def test_gpus_are_counted_in_proc_or_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / "proc/driver/nvidia/gpus" / name).mkdir(parents=True)
-    assert count_gpus(tmp_path) == 2  # of a driver that does not say their numbers
+    assert count_gpus(tmp_path) == 2  # from a driver that does not report device numbers
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: x)'\necho '  MIG 1g'\n")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -199,16 +199,16 @@ def test_gpus_whose_device_files_cannot_be_opened_are_not_counted(
     for minor in range(4):
         gpu = tmp_path / f"proc/driver/nvidia/gpus/0000:0{minor}:00.0"
         gpu.mkdir(parents=True)
-        # As the driver writes it; the folders are not in the order of the device files.
+        # In the driver's format; the folders are not in the order of the device files.
         (gpu / "information").write_text(f"Model: \t\t NVIDIA H100\nDevice Minor: \t {3 - minor}\nGPU Firmware: \t 1\n")
-    # None of these lets itself be opened, whoever asks: no file, a folder, a link to nothing, a link to itself.
+    # None of these can be opened by any user: a missing file, a folder, a dangling link, a link to itself.
     (tmp_path / "dev/nvidia1").mkdir()
     (tmp_path / "dev/nvidia2").symlink_to("nothing")
     (tmp_path / "dev/nvidia3").symlink_to("nvidia3")
     assert count_gpus(tmp_path) == 0
     (tmp_path / "dev/nvidia0").touch()
     assert count_gpus(tmp_path) == 1
-    # Device files may be made only when nvidia-smi asks for them: where none can be opened, it has the last word.
+    # nvidia-smi may create device files only when it runs: if none can be opened, its answer counts.
     (tmp_path / "dev/nvidia0").unlink()
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'GPU 0: H100 (UUID: x)'\n")

@@ -1,5 +1,5 @@
-"""Where nodes run: pools by label, replicas, every host's cores and devices shared out; which transports of weights
-this allows, and when trainer and generator take turns."""
+"""Where nodes run: pools by label, replicas, and the division of each host's cores and devices; which transports of
+weights this allows, and when trainer and generator take turns."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,7 @@ def _node(name: str, pool: str, *reads: str, update: bool = False, samples: int 
 
 
 def _graph(prefix: str = "", samples: int = 8, trains: bool = True, learner: str = "trainer") -> Graph:
-    """policy, prompts -> generate -> score -> update, or without the update."""
+    """policy, prompts -> generate -> score -> update; the update is optional."""
     sent = Node(f"{prefix}broadcast", "broadcast", (Input("value", TYPE, Ref("policy")),), (Output("out", TYPE),), (),
                 "generator", "update", "broadcast", lag=1)  # fmt: skip
     nodes = [
@@ -126,7 +126,7 @@ def test_without_a_lag_generators_take_turns_with_the_trainer_and_have_all_cores
 
 
 def test_replicas_take_turns_over_the_hosts_of_their_pool() -> None:
-    """Each host's cores are shared by those that are on it: two generators on b, one on a beside the trainer."""
+    """Replicas share the cores of their host: two generators on b, and one on a, next to the trainer."""
     hosts = (Host(name="a", cores=8, devices=("cuda:0", "cuda:1")), Host(name="b", cores=8, devices=("cuda:0",)))
     cluster = Cluster(hosts=hosts, pools={"generator": ("b", "a")})
     plan = place([TRAIN], cluster, generators=3, device="cuda")
@@ -144,7 +144,7 @@ MESHES: dict[str, Axes] = {"trainer": (("pp", 2), ("fsdp", 2), ("tp", 2)), "gene
 
 
 def test_a_replica_of_fewer_than_its_pools_hosts_has_its_ranks_on_several_in_blocks() -> None:
-    """Four hosts for the trainer, of which two have the generators, too: each has two."""
+    """The trainer has four hosts, of which two have two generators each."""
     devices = tuple(f"cuda:{index}" for index in range(6))
     cluster = Cluster(
         hosts=tuple(Host(name=name, cores=8 - number, devices=devices) for number, name in enumerate("abcd")),
@@ -154,7 +154,7 @@ def test_a_replica_of_fewer_than_its_pools_hosts_has_its_ranks_on_several_in_blo
     assert [(rank.host, rank.device) for rank in plan.replica("trainer/0").ranks] == [
         (host, device) for host in "abcd" for device in ("cuda:0", "cuda:1")
     ]
-    # As many threads on each as on the host with the fewest cores.
+    # Each rank has as many threads as fit on the host with the fewest cores.
     assert {rank.threads for rank in plan.replica("trainer/0").ranks} == {5 // 2}
     placed = [[(rank.host, rank.device) for rank in plan.replica(f"generator/{n}").ranks] for n in range(4)]
     assert placed == [
@@ -253,7 +253,7 @@ def test_a_pool_that_holds_everything_has_one_replica_and_room_to_generate() -> 
 def test_devices_are_taken_in_turn_and_shared_where_there_are_too_few(
     devices: int, device: str, placed: list[str]
 ) -> None:
-    """One may be named, and "cpu" leaves them alone."""
+    """One device may be named; "cpu" uses no GPU."""
     cluster = _cluster(8, *(f"cuda:{index}" for index in range(devices)))
     assert [r.ranks[0].device for r in place([TRAIN], cluster, generators=2, device=device).replicas] == placed
 
@@ -338,7 +338,7 @@ def test_a_way_that_a_plan_rules_out_is_named_with_the_rank(
         ("aipo", 1, "cuda", 1, {"lag": 0}, ""),
         ("aipo", 1, "cuda:0", 1, {"lag": 0}, ""),
         ("aipo", 2, "cuda:1", 1, {"lag": 0}, ""),
-        ("aipo", 2, "cuda", 2, {"lag": 0}, ""),  # one generator wraps round to the trainer's device
+        ("aipo", 2, "cuda", 2, {"lag": 0}, ""),  # the second generator shares the trainer's device
         ("aipo", 2, "cuda", 1, {"lag": 0}, "trainer and generator have devices of their own"),
         ("aipo", 1, "cuda", 1, {"lag": 1}, "with a lag of 1 trainer and generator work at the same time"),
         ("aipo", 1, "cpu", 1, {"lag": 0}, "work on the CPU, where a device's memory is the host's"),

@@ -1,4 +1,4 @@
-"""A plan is one that a run takes: whatever is planned can be placed, goes through its file, and says what is other."""
+"""A run accepts what is planned: it can be placed, it survives its file, and differences are named."""
 
 import json
 import random
@@ -27,7 +27,7 @@ from penstock.runtime.plan.search import Solution
 from penstock.runtime.plan.workload import Lognormal, Workload
 
 CASES, FAST = 64, 4
-"""Drawn cases, and the first ones, which are in each run of the tests."""
+"""The number of random cases, and how many of them every test run includes."""
 PROGRAMS = ("aipo", "grpo", "ppo", "rlhf", "dapo", "online_dpo", "moving_reference", "tool_use", "ema", "remax")
 DENSE = sorted(name for name, shape in SHAPES.items() if not model_lack(shape))
 EXPERTS = sorted(SHAPES.keys() - set(DENSE))
@@ -39,7 +39,7 @@ def _graph(name: str, lag: int) -> Graph:
 
 
 def _drawn(number: int) -> tuple[Graph, Cluster, Workload]:
-    """A case: a few hosts of one or two kinds, a model, which in one of ten has experts, a program with a lag."""
+    """Draw a case: a few hosts of one or two kinds, a model (one in ten has experts), and a program with a lag."""
     draw = random.Random(number)
     kinds = draw.sample(sorted(GPUS), draw.choice((1, 1, 2)))
     word = "+".join(f"{draw.choice((1, 1, 2, 3, 6))}x{draw.choice((1, 2, 4, 8, 8))}x{kind}" for kind in kinds)
@@ -66,9 +66,9 @@ def _as_run(found: Planned, graph: Graph, cluster: Cluster) -> RunPlan:
     ("first", "last"), [(0, FAST), pytest.param(FAST, CASES, marks=pytest.mark.slow)], ids=["a few", "all"]
 )
 def test_whatever_is_planned_the_placement_takes(first: int, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan and its alternatives, on clusters × models × programs that are drawn; a run on these machines would take
-    the plan, and one of a model that no run has is refused."""
-    # What would make a case fit that does not is looked for in seconds, and is no plan.
+    """The plan and its alternatives can be placed for random clusters, models and programs. A run on these machines
+    accepts the plan; the plan of a model that runs do not support is refused."""
+    # Do not spend time on what would make an infeasible case fit.
     monkeypatch.setattr(planner, "ENOUGH_S", 0.0)
     planned = 0
     for number in range(first, last):
@@ -98,7 +98,7 @@ def test_whatever_is_planned_the_placement_takes(first: int, last: int, monkeypa
                     assert cut_lack(kind, work.shape, replica.mesh) is None
             used = {rank for pool in placed.pools for r in pool.replicas for rank in r.ranks if rank.device != "cpu"}
             assert len({(rank.host, rank.device) for rank in used}) == solution.split.gpus
-    # A third of the cases fits nowhere; a test of none would say nothing.
+    # A third of the cases is infeasible; without any plan the test would prove nothing.
     assert planned >= last - first
 
 
@@ -178,7 +178,7 @@ def test_machines_that_differ_are_named(ppo: RunPlan, here: str, codes: list[str
 
 
 def _moved(cluster: Cluster, **changes: Any) -> Cluster:
-    """With its hosts changed, each to a value of its own by its number."""
+    """Return the cluster with fields of its hosts set by functions of the host's number."""
     hosts = tuple(
         host.model_copy(update={name: value(number) for name, value in changes.items()})
         for number, host in enumerate(cluster.hosts)
@@ -187,7 +187,7 @@ def _moved(cluster: Cluster, **changes: Any) -> Cluster:
 
 
 def test_hosts_with_names_of_their_own_are_taken_in_order_and_addresses_have_to_be_as_planned() -> None:
-    """Without any name that is the same; a host less is said."""
+    """No host name is the same; a missing host is reported."""
     found = _planned("3x8xH100", "aipo", 1, "qwen3-32b")
     graph, here = _graph("aipo", 1), _moved(read_cluster("3x8xH100"), name=lambda n: "abc"[n])
     assert len(found._used()) == 3
@@ -200,7 +200,7 @@ def test_hosts_with_names_of_their_own_are_taken_in_order_and_addresses_have_to_
     placed = replace(found, cluster=_moved(found.cluster, address=lambda n: f"10.0.0.{n}"))
     others = _moved(here, address=lambda n: f"10.0.1.{n}")
     assert {lack.code for lack in placed.lacks([graph], SHAPES["qwen3-32b"], others)} == {"plan-address"}
-    # The plan has a replica over hosts, of which one could not be reached by the others.
+    # The plan has a replica that spans hosts, and not all of these hosts can reach each other.
     alone = _moved(here, address=lambda n: "10.0.0.1" if n == 1 else "")
     assert {lack.code for lack in found.lacks([graph], SHAPES["qwen3-32b"], alone)} == {"plan-address"}
 

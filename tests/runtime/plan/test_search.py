@@ -1,4 +1,4 @@
-"""The search finds what trying everything finds, says "optimal" only when it has proved it, and refuses in numbers."""
+"""The search finds the optimum of exhaustive search, says "optimal" only with a proof, and refuses with numbers."""
 
 import json
 import re
@@ -59,9 +59,9 @@ LATER = 1e12
 SMALL = SHAPES["qwen3-1.7b"]
 PLANS = Path(__file__).with_name("plans.json")
 NAMED = ("program", "lag", "cluster", "model", "prompts", "meshes", "split")
-"""What a question of `plans.json` is."""
+"""The fields that define a question of `plans.json`."""
 FAST = 24
-"""So many of them, the first ones, are asked in each run of the tests."""
+"""The number of questions that every test run includes."""
 
 
 def _graph(name: str, lag: int = 1) -> Graph:
@@ -75,14 +75,14 @@ def _work(model: str = "qwen3-4b", prompts: int = 8) -> Workload:
 def _everything(
     roles: Roles, candidates: LayoutCandidates, found: tuple[NodeGroup, ...]
 ) -> Iterator[tuple[GpuSplit, float]]:
-    """Every plan there is, each evaluated in full: its split and its period."""
+    """Yield the split and the period of every plan, each evaluated in full."""
     wait = roles.turns * candidates.work.environment_s if roles.environment else 0.0
     for split, train in _trained(roles, candidates, found):
         groups = [
             [
                 (each.reads.seconds, each.learns.seconds)
                 for each in _alone(candidates, roles.models_of(own.pools), own)
-                # A run has one answer for all that learns.
+                # A run has one recomputation setting for all models it trains.
                 if not each.learns.parts or each.trainer.recompute == train.trainer.recompute
             ]
             for own in split.dedicated
@@ -99,8 +99,8 @@ def _everything(
 def _trained(
     roles: Roles, candidates: LayoutCandidates, found: tuple[NodeGroup, ...]
 ) -> Iterator[tuple[GpuSplit, Training]]:
-    """Every split with every trainer: the generator's GPUs are the trainer's or others, and each model beside the
-    policy lies on the trainer's or in one of as many groups as there are such pools."""
+    """Yield every split with every trainer: the generator shares the trainer's GPUs or has others, and each model
+    beside the policy is on the trainer's GPUs or in one of at most as many groups as there are such pools."""
     every = [Allocation(nodes, size) for nodes in found for size in nodes.sizes]
     for trainer, generator in product(every, (None, *every)):
         for group_of in product(range(len(roles.beside) + 1), repeat=len(roles.beside)):
@@ -116,7 +116,7 @@ def _trained(
 
 
 def _alone(candidates: LayoutCandidates, models: Models, own: Allocation) -> list[Training]:
-    """All layouts of models on GPUs of their own."""
+    """Return all layouts of models on GPUs of their own."""
     found, work = [], candidates.work
     for trainer in (each.all_learning() for cut in candidates.cuts(own.nodes, own.gpus) for each in cut.layouts()):
         passing = trainer if models.critics else replace(trainer, frozen=True)
@@ -132,8 +132,8 @@ def _alone(candidates: LayoutCandidates, models: Models, own: Allocation) -> lis
 def _decoders(
     candidates: LayoutCandidates, split: GpuSplit, train: Training
 ) -> Iterator[tuple[Generating, list[float], float]]:
-    """Every generator, its seconds (steady, of a rollout, and what it adds to another one), and the bytes of moments
-    that lie on the host while it decodes."""
+    """Yield every generator with its seconds (steady state, a rollout, and what it adds to a concurrent rollout) and
+    the bytes of moments that are on the host while it decodes."""
     nodes, parts = split.decodes.nodes, train.memory.parts
     stays = {p: parts[p] for p in ("weights", "frozen model", "critic weights", "copies") if p in parts}
     moments, copies = parts["moments"] + parts.get("critic moments", 0.0), SHARED if split.shared else DEDICATED
@@ -180,13 +180,13 @@ def test_the_search_finds_the_optimum_of_trying_everything(name: str, lag: int, 
 
 
 def _alike(roles: Roles, split: GpuSplit) -> object:
-    """Pools with the same models may change places."""
+    """A key that is equal for splits whose pools of the same models are swapped."""
     apart = sorted((str(roles.models_of(own.pools)), own.nodes.kind, own.gpus) for own in split.dedicated)
     return replace(split, dedicated=()), tuple(apart)
 
 
 def _known(known: dict[str, Any]) -> dict[str, Any]:
-    """What the search finds for a question of `plans.json`."""
+    """Return what the search finds for a question of `plans.json`."""
     roles = roles_of(_graph(known["program"], known["lag"]))
     work = Workload(SHAPES[known["model"]], known["prompts"], 8, Lognormal(300, 0.7, 1024), micro_tokens=4096)
     meshes = read_meshes([f"{pool}={mesh}" for pool, mesh in known["meshes"].items()])
@@ -225,7 +225,7 @@ def _said(found: Solution | None) -> dict[str, Any] | None:
 
 
 def _near(one: Any, other: Any) -> bool:
-    """Equal but for the rounding of floats: sums may be taken in another order."""
+    """True if equal up to rounding: floats may be summed in another order."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_near(one[key], other[key]) for key in one)
     if isinstance(one, list):
@@ -241,16 +241,16 @@ def _near(one: Any, other: Any) -> bool:
     ],
 )
 def test_plan_runner_up_and_proof_are_known(known: dict[str, Any]) -> None:
-    """`plans.json` has the answers of an earlier search, of 1,300 lines, that went through all parts of plans in the
-    order of their bounds and shared nothing with this one but the cost model; it agreed with trying everything. A new
-    cost model needs new answers: `python -m tests.runtime.plan.test_search` writes those of this search."""
+    """`plans.json` has the answers of an earlier, independent search of 1,300 lines, which enumerated partial plans in
+    the order of their bounds, and agreed with exhaustive search. Only the cost model was shared. After a change of the
+    cost model, write this search's answers by `python -m tests.runtime.plan.test_search`."""
     assert _near(_known(known), known)
 
 
 @pytest.mark.slow
 def test_each_grouping_has_the_optimum_of_trying_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models beside the policy on the trainer's GPUs, or on others, together or apart; a reference and a reward model
-    cost the same, so that only one of them has to be tried in each place."""
+    """Models beside the policy are on the trainer's GPUs or on others, together or apart. A reference and a reward
+    model cost the same, so that only one of the two is tried in each place."""
     roles, found = roles_of(_graph("rlhf", 2)), node_groups(read_cluster("1x2xH100+1x2xA100"))
     candidates, least = (
         LayoutCandidates(_work("qwen3-0.6b", 4), 2, 32, models=roles.models),
@@ -309,7 +309,7 @@ def test_a_plan_says_optimal_only_when_it_is_proved() -> None:
 
 
 def test_however_little_time_there_is_a_plan_comes_with_an_honest_gap() -> None:
-    """There are 130,000 pairs of sizes on 4,096 GPUs: their number must not keep a search from its deadline."""
+    """On 4,096 GPUs there are 130,000 pairs of sizes: they must not delay the search past its deadline."""
     cluster = read_cluster("512x8xH100")
     said = plan(_graph("aipo"), cluster, _work(), time_limit=1e-9)
     assert not said.optimal
@@ -346,7 +346,7 @@ def test_no_plan_set_by_hand_beats_the_optimum() -> None:
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_the_period_is_the_bound_of_the_graph_for_whole_batches(lag: int) -> None:
-    """On shared GPUs a lag gains nothing. Batches in work at once slow each other by what their rows cost."""
+    """On shared GPUs a lag gains nothing. Concurrent batches slow each other down by the cost of their rows."""
     graph, roles = _graph("aipo", lag), roles_of(_graph("aipo", lag))
     seconds = {"generate": 3.0, "score": 0.0, "group_advantage": 0.0, "aipo_update": 2.0, "broadcast": 0.5}
     times = Times(train=2.0, steady=3.0, rollout=3.0, sync=0.5)
@@ -376,7 +376,7 @@ def test_meshes_are_all_those_that_the_model_can_be_cut_by() -> None:
 
 
 def _packs(free: list[int], parts: Sequence[int]) -> bool:
-    """Whether there is any way to put each part into one of the hosts."""
+    """True if all parts can be packed into the hosts in some way."""
     return not parts or any(
         _packs([*free[:host], left - parts[0], *free[host + 1 :]], parts[1:])
         for host, left in enumerate(free)
@@ -431,7 +431,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_numbers_and_a_change() -> Non
 
 
 def test_only_what_fits_nowhere_else_has_tensor_parallelism_over_hosts() -> None:
-    """And a run of it takes the flag, since the placement refuses it without."""
+    """A run of such a plan sets the flag, since placement refuses it otherwise."""
     narrow, wide = (read_cluster(word) for word in ("24x1xH100", "3x8xH100"))
     graph, work = _graph("aipo"), _work("llama-70b")
     found, other = plan(graph, narrow, work), plan(graph, wide, work)
@@ -501,7 +501,7 @@ def test_critics_on_gpus_of_their_own_share_the_hosts_memory() -> None:
 
 
 def test_critics_and_policy_have_one_answer_to_recomputation() -> None:
-    """A critic on more GPUs, which has room for its activations, does as the policy, which has none."""
+    """A critic on more GPUs, with room for its activations, recomputes like the policy, which has no such room."""
     work = Workload(SHAPES["qwen3-8b"], 8, 8, Lognormal(300, 0.7, 2560), micro_tokens=2560)
     meshes: dict[str, Axes] = {"trainer": (("fsdp", 2),), "critic": (("fsdp", 4),)}
     found = plan(_graph("ppo"), read_cluster("1x8xH100"), work, meshes=meshes).best
@@ -524,7 +524,7 @@ def test_layers_are_computed_again_only_where_that_is_faster_or_fits() -> None:
 def test_sequences_that_fit_no_rank_are_shared_only_where_that_is_a_what_if_anyway(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # However slow the machine, what would fit is looked for to the end.
+    # Search for what would fit to the end, however slow the machine is.
     monkeypatch.setattr("penstock.runtime.plan.planner.ENOUGH_S", 600.0)
     # One key-value head, so that tensor parallelism cannot cut the activations.
     dense = Shape("one head", 1000, 2048, 24, 8, 1, 256, 4096)
@@ -589,7 +589,7 @@ def test_so_many_hosts_or_so_short_responses_are_enough_and_one_less_host_is_not
 
 
 def test_responses_that_are_long_on_the_whole_are_to_be_short_on_the_whole() -> None:
-    """A cut below twice the mean comes with the mean of such responses."""
+    """If the longest response is cut below twice the mean, the message also gives the mean of such responses."""
     with pytest.raises(PlanError) as error:
         plan(
             _graph("aipo"),
@@ -604,7 +604,7 @@ def test_responses_that_are_long_on_the_whole_are_to_be_short_on_the_whole() -> 
 
 
 def test_where_a_slot_of_the_generator_is_too_long_shorter_responses_are_named_too() -> None:
-    """A slot has room for the longest prompt and the longest response: what ends earlier needs less of it."""
+    """A slot is sized for the longest prompt and response, so that shorter responses need less memory."""
     prompt, longest = 1024, 260_000
 
     def found(most: int) -> Planned:
@@ -621,7 +621,7 @@ def test_where_a_slot_of_the_generator_is_too_long_shorter_responses_are_named_t
 
 
 def test_a_trainer_has_memory_for_the_longest_prompt_and_response() -> None:
-    """A run takes a prompt that is longer than the mean, and nothing cuts a sequence between micro-batches."""
+    """A prompt may be longer than the mean, and a sequence cannot be split between micro-batches."""
     graph, cluster, longest = _graph("aipo"), read_cluster("1x8xA6000"), 8192 + 4096
     work = Workload(SHAPES["qwen3-4b"], 8, 8, Lognormal(1000, 0.7, 4096), slot_tokens=longest)
     best = plan(graph, cluster, work).best
@@ -629,7 +629,7 @@ def test_a_trainer_has_memory_for_the_longest_prompt_and_response() -> None:
     assert trainer.micro_tokens >= longest == work.context
     held = trainer_memory(replace(trainer, micro_tokens=max(trainer.micro_tokens, longest)))
     assert held.bytes <= trainer.gpu.memory_bytes
-    # Where a model has room for less, no sequence is longer.
+    # A model's context limits the sequence length.
     shape = replace(SHAPES["qwen3-4b"], context=10_000)
     asked = work_of(roles_of(graph), shape, 8, work.lengths, 4096, max_prompt=8192)
     assert asked.context == 10_000
@@ -686,7 +686,7 @@ def test_models_beside_the_policy_and_turns_are_part_of_the_work() -> None:
 
 @pytest.mark.parametrize(("name", "passes"), [("ppo", 1), ("rlhf", 3), ("tis", 1)])
 def test_models_beside_the_policy_take_seconds_and_memory(name: str, passes: int) -> None:
-    """A critic learns as the policy does, and each model reads each response once."""
+    """A critic trains as the policy does, and each model reads each response once."""
     roles, (nodes,) = roles_of(trace(load(name))), node_groups(read_cluster("1x8xH100"))
     plain, more = (LayoutCandidates(_work(), 1, models=models) for models in (Models(0), roles.models))
     alone = {each.trainer: each for each in plain.trainers(nodes, 8, Models(0))}
@@ -697,7 +697,7 @@ def test_models_beside_the_policy_take_seconds_and_memory(name: str, passes: int
 
 
 def test_of_an_update_in_parts_those_follow_the_rollout_whose_groups_come_last() -> None:
-    """The first half of the groups is there after three of four seconds, or with the rest."""
+    """The first half of the groups arrives after three of four seconds, or together with the rest."""
     roles = roles_of(_graph("aipo"))
     for train, came, lag, expected in (
         (1.0, 0.75, 0, 4.5), (3.0, 0.75, 0, 6.0), (3.0, 1.0, 0, 7.0), (3.0, 0.75, 1, 3.0), (1.0, 0.75, 1, 2.25),

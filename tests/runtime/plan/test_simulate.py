@@ -1,5 +1,5 @@
-"""A plan on the virtual clock: where the planner is exact the two agree; elsewhere the schedule says what is left.
-Every program that generates has a plan and a schedule, with the work of filters, baselines, buffers and copies."""
+"""A plan on the virtual clock: where the planner is exact, both agree; elsewhere the schedule shows the difference.
+Every generating program has a plan and a schedule that include filters, baselines, buffers and copies."""
 
 import json
 import pkgutil
@@ -48,7 +48,7 @@ TAILED = Lognormal(400, 0.8, 2048)
 def costed(
     lengths: Lengths = TAILED, *, slots: int = 64, replicas: int = 1, lag: int = 1, shared: bool = False, tp: int = 2
 ) -> Costed:
-    """A plan by hand: 8B on H100s, batches of 16 prompts with 4 samples."""
+    """A hand-made plan: 8B on H100s, batches of 16 prompts with 4 samples each."""
     work = Workload(LLAMA, 16, 4, lengths, prompt_tokens=100)
     trainer = Trainer(LLAMA, GPUS["H100"], Parallel(fsdp=4))
     generator = Generator(LLAMA, GPUS["H100"], Parallel(tp=tp), slots)
@@ -63,7 +63,7 @@ def graph(name: str = "aipo", lag: int = 1) -> Graph:
 
 
 def parts(plan: Costed) -> tuple[float, float]:
-    """Seconds of a batch by the planner: its rollout, and the steps."""
+    """The planner's seconds for a batch: its rollout, and the optimizer steps."""
     work = plan.work
     rollout = plan.generator.rollout(work.response_tokens, work.prompt_tokens, work.samples, plan.replicas)
     return float(rollout.max()), plan.trainer.update(work.sequence_tokens, work.epochs, work.minibatches).seconds
@@ -71,7 +71,7 @@ def parts(plan: Costed) -> tuple[float, float]:
 
 @pytest.mark.parametrize(("slots", "shared", "lag"), [(8, False, 0), (24, False, 0), (64, True, 0), (64, True, 3)])
 def test_where_pools_take_turns_one_replica_takes_the_planners_sum(slots: int, shared: bool, lag: int) -> None:
-    """At lag 0, and on GPUs that are shared at any lag."""
+    """At lag 0, and at any lag if the pools share GPUs."""
     plan = costed(slots=slots, shared=shared)
     rollout, steps = parts(plan)
     result = Scene(graph(lag=lag), plan, seed=None).run(8).result
@@ -108,7 +108,7 @@ def test_no_lag_takes_less_than_the_pools_work() -> None:
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(1, 30)), min_size=1, max_size=8), st.integers(2, 6))
 def test_groups_that_come_at_any_time_go_from_step_to_step(arrivals: list[tuple[float, int]], slots: int) -> None:
-    """Against a replica that takes one step after the other, with a sample per group."""
+    """Compared with a replica simulated step by step, with one sample per group."""
     arrivals.sort(key=lambda each: each[0])
     lengths = [length for _, length in arrivals]
     work = Workload(LLAMA, len(arrivals), 1, Listed(tuple(lengths)), prompt_tokens=7)
@@ -127,7 +127,7 @@ def test_groups_that_come_at_any_time_go_from_step_to_step(arrivals: list[tuple[
 
 
 def _step_by_step(generator: Generator, arrivals: list[tuple[float, int]], prompt: int) -> dict[int, float]:
-    """Responses join between two steps, in order, if a slot is free."""
+    """Responses join between steps, in order, when a slot is free."""
     prefill = generator.prefill_s(prompt)
     waiting = [(now, index, length) for index, (now, length) in enumerate(arrivals)]
     rows: list[list[int]] = []
@@ -194,7 +194,7 @@ def test_plans_graphs_and_schedules_draw_themselves() -> None:
 
 
 WITHOUT = ("evaluate", "reward_model", "sft", "tool_sft")
-"""Programs without generation, and one that is a part of others."""
+"""Programs without generation, and one that is part of others."""
 NAMES = sorted({module.name for module in pkgutil.iter_modules(programs.__path__)} - set(WITHOUT))
 SHAPE = SHAPES["qwen3-0.6b"]
 
@@ -247,7 +247,7 @@ def test_groups_are_generated_and_learnt_from_in_different_numbers() -> None:
 
 
 def test_what_goes_on_from_prefixes_is_generated_behind_them() -> None:
-    """Each of 8 responses is cut twice, at its thirds, and 4 responses go on from each place."""
+    """Each of 8 responses is cut twice, at its thirds, and 4 responses continue from each cut."""
     roles = _roles("vineppo", samples=8, states=2, vines=4)
     work = _work(roles, 16)
     thirds = [0.0] * 8 + [third for _ in range(8) for third in (1 / 3, 2 / 3) for _ in range(4)]
@@ -268,7 +268,7 @@ def test_what_goes_on_from_prefixes_is_generated_behind_them() -> None:
 
 
 def _alone(work: Workload) -> Workload:
-    """Without what goes on from prefixes."""
+    """Return the work without continuations of prefixes."""
     return replace(work, baselines=0, begun=())
 
 
@@ -280,7 +280,7 @@ def unbounded(rollouts: Rollouts) -> Prefixes:
 
 @program
 def branches(policy: Policy, prompts: Prompts, *, bounded: bool = True, depth: int = 1) -> Policy:
-    """Learns from what goes on from prefixes, or from prefixes in that."""
+    """Trains on continuations of prefixes, or of prefixes of these."""
     behaviour = broadcast(policy)
     rollouts = generate(prompts, behaviour, samples=2)
     for _ in range(depth):
@@ -302,7 +302,7 @@ def test_a_tree_is_planned_and_prefixes_without_a_bound_are_not() -> None:
 
 
 def test_a_dropped_group_is_replaced_only_once_it_is_done() -> None:
-    """With slots for all, a batch takes as long as the longest chain of groups at the least."""
+    """Even with slots for all groups, a batch takes at least as long as the longest chain of replacements."""
     work = _work(_roles("dapo"), 32)
     generator = Generator(SHAPE, GPUS["H100"], Parallel(), 512)
     seconds = rollout_s(work, generator, 1)
@@ -323,7 +323,7 @@ def test_at_lag_0_with_the_planners_lengths_the_period_is_its_sum(name: str) -> 
     steps = found.trainer.update(work.sequence_tokens, work.epochs, work.minibatches).seconds
     result = Scene(graph, found, seed=None).run(8).result
     moved = found.leaves_s + found.returns_s + found.sync_s
-    close = 1e-6 if name == "aipo" else 0.05  # of the others an update's own lengths are no quantiles by themselves
+    close = 1e-6 if name == "aipo" else 0.05  # in the other programs, an update's own lengths are not exact quantiles
     assert result.steady_s == pytest.approx(work_s + steps + moved, rel=close)
 
 

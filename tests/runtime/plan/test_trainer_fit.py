@@ -1,4 +1,4 @@
-"""What a run leaves open is decided by memory: recomputation, micro-batches, chunks of logits."""
+"""Options that a run leaves open are chosen by memory: recomputation, micro-batch size, chunks of logits."""
 
 import json
 from contextlib import nullcontext
@@ -30,7 +30,7 @@ def _graph(name: str) -> Graph:
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    """The directory of an 8B model, as far as its sizes are asked for."""
+    """The directory of an 8B model, with only its sizes."""
     sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
     (tmp_path / "config.json").write_text(json.dumps(sizes | heads))
@@ -44,7 +44,7 @@ def _fitted(model: str, cluster: str = "1x8xH100", program: str = "grpo", **opti
 
 
 def test_the_fastest_step_that_fits_is_taken() -> None:
-    """Over all that could be taken, for room from too little to plenty."""
+    """Compared with all choices, for memory from too little to plenty."""
     trainer, chosen = Trainer(SHAPES["llama-8b"], H100, Parallel(fsdp=8)), []
     for gb in range(10, 130, 5):
         place, longest = TrainerRank(trainer, gb * 1e9), 4096
@@ -60,7 +60,7 @@ def test_the_fastest_step_that_fits_is_taken() -> None:
             assert found in fitting
             assert found.update(np.full(8 * 4 * MOST_TOKENS // longest, longest)).seconds == min(seconds)
             chosen.append(found.recompute)
-    # Layers are repeated where memory is scarce, and are not where it is not.
+    # Layers are recomputed only where memory is scarce.
     assert chosen == sorted(chosen, reverse=True)
     assert {*chosen} == {0.0, 1.0}
 
@@ -75,7 +75,7 @@ def test_a_run_decides_what_is_left_open_and_keeps_what_is_given(model: str) -> 
     assert (given.recompute, given.micro_tokens, given.logit_elements) == ("layer", 5000, 1 << 20)
     assert _fitted(model, mesh=mesh, recompute="none").recompute == "none"
     assert _fitted(model, mesh=mesh, micro_tokens=5000).micro_tokens == 5000
-    # What was decided is what a resume begins with.
+    # A resume starts from the chosen options.
     assert RunOptions.from_json(json.loads(json.dumps(vars(open_)))) == replace(open_, mesh=mesh)
 
 
@@ -88,7 +88,7 @@ def test_no_sequence_is_longer_than_the_models_context(model: str) -> None:
 
 
 def test_what_lies_beside_the_trainer_leaves_less_room(model: str) -> None:
-    """A fifth GPU is the generator's; of four it shares the first one with the trainer."""
+    """With five GPUs the generator has its own; with four it shares the trainer's first one."""
     alone, shared = (_fitted(model, f"1x{gpus}xH100", mesh=("trainer=fsdp4",), program="aipo") for gpus in (5, 4))
     assert (alone.recompute, shared.recompute) == ("none", "layer")
 
@@ -111,7 +111,7 @@ def test_moments_go_to_the_host_where_nothing_else_fits(model: str) -> None:
     assert fitted(replace(config, flags=both), narrow).optimizer_state == "host"
     with pytest.raises(ClusterError, match="--optimizer-state host"):
         fitted(replace(config, flags=replace(config.flags, optimizer_state="device")), narrow)
-    # The moments of both ranks lie on one host.
+    # The moments of both ranks are on one host.
     (host,) = narrow.hosts
     for gib, codes in ((60.0, ["host-memory"]), (80.0, [])):
         said = narrow.model_copy(update={"hosts": (host.model_copy(update={"memory_gib": gib}),)})
@@ -160,7 +160,7 @@ def test_weights_moments_and_the_cache_of_all_slots_fit_into_the_memory_of_a_hos
 
 
 def test_the_memory_of_a_host_is_its_own_or_that_of_this_machine(model: str) -> None:
-    """Of a host elsewhere that does not say its memory nothing is known."""
+    """Nothing is known of a remote host that does not state its memory."""
     (host,) = Cluster.local(0).hosts
     for agent, said in (("local", pytest.raises(ClusterError)), ("external", nullcontext())):
         machines = Cluster(hosts=(host.model_copy(update={"agent": agent}),))

@@ -1,4 +1,4 @@
-"""Lengths are taken without chance and keep their mean and tail; a batch takes what its steps take, one by one."""
+"""Lengths are deterministic and keep their mean and tail; a batch takes as long as its steps, simulated one by one."""
 
 import json
 from collections import deque
@@ -66,7 +66,7 @@ def test_a_run_is_read_whatever_its_rows_lack(tmp_path: Path) -> None:
 
 
 def _run(folder: Path, cut: int, mean: float, finished: float) -> str:
-    """What is left of a run whose responses were cut at `cut` tokens."""
+    """Write the files of a run whose responses were cut at `cut` tokens."""
     (folder / "config.json").write_text(json.dumps({"flags": {"max_tokens": cut}}))
     row = {"update": 0, "response_length": mean, "finished": finished}
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
@@ -144,7 +144,7 @@ def test_a_program_in_parts_is_costed_so_and_a_batch_that_they_do_not_divide_is_
     trainer = Trainer(SHAPES["llama-8b"], GPUS["H100"], Parallel(pp=2))
     whole, parts = (trainer.update(found.sequence_tokens, parts=n) for n in (1, 4))
     once, stage = trainer.once().seconds, whole.parts["stage"]
-    # One optimizer step; each part fills the pipeline anew.
+    # There is one optimizer step; each part fills the pipeline again.
     assert parts.parts["optimizer"] == whole.parts["optimizer"] > 0
     assert parts.parts["bubble"] > whole.parts["bubble"]
     assert trainer.update(found.sequence_tokens, minibatches=4).seconds == pytest.approx(parts.seconds + 3 * once)
@@ -167,11 +167,11 @@ ONE = Generator(SHAPES["llama-8b"], GPUS["H100"], Parallel(), slots=4)
 
 
 EXACT = Lines(np.array([0, 8, 9, 11, 14]) / 2**10, np.array([0, 1, 2, 2, 3]) / 2**20)
-"""Sums of these are exact in any order, so that events at one time are at one time for both of those compared."""
+"""Sums of these are exact in any order, so that simultaneous events are so in both simulations that are compared."""
 
 
 def _replicas_step_by_step(lengths: list[int], count: int, prompt: int, prefill_s: float) -> list[float]:
-    """Several replicas, always the one whose next step ends first: when each response ends."""
+    """Simulate replicas, always advancing the one whose next step ends first; return the end of each response."""
     slots, first = 4, min(len(lengths), count * 4)
     waiting, ends = deque(range(first, len(lengths))), [0.0] * len(lengths)
     rows = [{row: lengths[row] for row in range(number, first, count)} for number in range(count)]
@@ -198,9 +198,9 @@ def _replicas_step_by_step(lengths: list[int], count: int, prompt: int, prefill_
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(1, 4))
-@example([1, 11, 5, 12, 10, 12, 11, 11, 12, 11, 11, 12, 10, 7, 1, 1], 3)  # where two replicas are free at one time
+@example([1, 11, 5, 12, 10, 12, 11, 11, 12, 11, 11, 12, 10, 7, 1, 1], 3)  # here two replicas are free at once
 def test_replicas_take_what_waits_in_the_order_in_which_their_slots_fall_free(lengths: list[int], count: int) -> None:
-    """With slots for all responses at once, and with fewer."""
+    """With slots for all responses at once, and with fewer slots."""
     ends = rollout(np.array(lengths), EXACT, slots=4, replicas=count, prompt=16, prefill_s=3 / 2**10)
     assert ends.tolist() == _replicas_step_by_step(lengths, count, 16, 3 / 2**10)
 
@@ -212,7 +212,7 @@ def test_a_prompt_is_computed_once_for_its_samples() -> None:
 
 
 def test_a_step_reads_weights_and_cache_once() -> None:
-    """8B on an H100, by hand: the head counts, the embedding is looked up; 128 KiB of cache per token."""
+    """8B on an H100 by hand: the head counts, the embedding is a lookup, and a token's cache takes 128 KiB."""
     parts = ONE.step(4, 10_000).parts
     weights = (8.03e9 - 128256 * 4096) * 2
     assert parts["weights"] == pytest.approx(weights / (3.35e12 * 0.8), rel=1e-3)
@@ -220,8 +220,8 @@ def test_a_step_reads_weights_and_cache_once() -> None:
 
 
 def test_a_step_waits_for_the_host_and_an_eager_one_for_its_launches() -> None:
-    """0.5 ms and 3 µs a row; over two GPUs 13 operations of each of 32 layers 40 µs apart, as far as the GPUs' work is
-    shorter; one GPU replays them."""
+    """0.5 ms per step and 3 µs per row. On two GPUs, 13 operations in each of 32 layers are launched 40 µs apart, less
+    the time of the GPUs' work; one GPU replays a graph."""
     assert ONE.step(64, 0).parts["host"] == pytest.approx(0.5e-3 + 64 * 3e-6)
     assert ONE.step(64, 0).parts["launches"] == pytest.approx(32 * 13 * 3e-6)
     two = replace(ONE, mesh=Parallel(tp=2))
