@@ -1,7 +1,8 @@
-"""A witness of the scheduler: books kept from events and commands alone, and a judgement of each command by them.
+"""An independent checker of the scheduler: it keeps its own state from events and commands alone, and checks each
+command against it.
 
-It shares nothing with the scheduler but the graph, the plan, the rules and the messages: what the graph says of a node
-is read straight off it. The numbers in the messages are those of the invariants on top of `scheduler.py`.
+It shares only the graph, the plan, the rules and the messages with the scheduler, and reads facts about nodes directly
+from the graph. The numbers in its errors are those of the invariants in the docstring of `scheduler.py`.
 """
 
 import json
@@ -47,9 +48,9 @@ from penstock.runtime.schedule.events import (
 
 @dataclass
 class Facts:
-    """What the graph says of one node or source. `hears` is the node that speaks, for one that answers it; `heard_by`
-    the other way round. `waits` are the groups' values that must be there before it starts: before two nodes take
-    turns, those of both. `weights` and `delays` are (channel or carried value, lag)."""
+    """Facts of the graph about one node or source. Of two nodes that take turns, `hears` is the first one, set on the
+    second; `heard_by` is the second one, set on the first. `waits` are the per-group values needed before it starts;
+    the first turn waits for those of both nodes. `weights` and `delays` are (channel or carried value, lag)."""
 
     name: str
     pool: str
@@ -74,7 +75,7 @@ class Facts:
 
     @property
     def off_path(self) -> bool:
-        """Does no update wait for it?"""
+        """True if no update waits for it."""
         return self.per_update and not (self.makes | self.readers | self.carried | self.groups | self.updates)
 
     def due(self, update: int) -> bool:
@@ -82,8 +83,8 @@ class Facts:
 
 
 def read_facts(graph: Graph, plan: Plan) -> tuple[dict[str, Facts], dict[str, int]]:
-    """Each source and node with its edges by kind; and for each channel the number of which its versions are
-    multiples."""
+    """Return the facts of each source and node by name, and for each channel the number of which its published versions
+    are multiples."""
     pools = {name: pool.name for pool in plan.pools for name in pool.holds}
     facts = {a.name: Facts(a.name, pools[a.name], False, True) for a in graph.sources}
     every: dict[str, int] = {}
@@ -126,7 +127,7 @@ def read_facts(graph: Graph, plan: Plan) -> tuple[dict[str, Facts], dict[str, in
 
 @dataclass
 class Buffers:
-    """The live weights of a replica, and those in its second buffer."""
+    """The versions in a replica's live and second buffer."""
 
     live: int = -1
     staged: int = -1
@@ -137,8 +138,8 @@ class Buffers:
 
 @dataclass
 class Lineage:
-    """What survives a crash: the books at a cut. `versions` by group, node, channel and turn. `places`: for order
-    "ready", how many groups stood before one when it first read weights."""
+    """What survives a crash: the state at a cut. `versions` by group, node, channel and turn. `places`: for order
+    "ready", the number of groups before a group when it first read weights."""
 
     update: int = 0
     fates: dict[int, str] = field(default_factory=dict)
@@ -162,20 +163,20 @@ class Work:
     unread: bool = False
 
     def made(self, firing: Firing) -> Firing:
-        """What its outputs are called: those of a paused one begin the next segment."""
+        """The name of its outputs: those of a paused firing belong to the next segment."""
         return firing._replace(segment=(firing.segment + 1) * self.paused)
 
 
 @dataclass
 class Talk:
-    """The turn that a group is at, and whether its first half is done."""
+    """The current turn of a group, and whether its first half is done."""
 
     turn: int = 0
     spoken: bool = False
 
 
 class Checker:
-    """Call `see` after each `handle`. `lineage` and `live` are what the scheduler was told of its past."""
+    """Checks a scheduler: call `see` after each `handle`. `lineage` and `live` are the past given to the scheduler."""
 
     def __init__(
         self,
@@ -208,7 +209,7 @@ class Checker:
         self.debris: set[tuple[Firing, str]] = set()
         self.awaited: dict[Answer, set[int]] = {}
         self.published: dict[str, int] = defaultdict(lambda: -1)
-        # The groups that the update has so far, in pieces; and the parts that are done, of those that accumulate.
+        # Groups that the update has taken so far, part by part; and the number of finished parts by accumulating node.
         self.taken: tuple[int, ...] = ()
         self.piece = gcd(*(f.accumulate for f in self.facts.values())) or rules.batch
         self.parts: dict[str, int] = defaultdict(int)
@@ -217,12 +218,12 @@ class Checker:
         self.finish: Finish | None = None
         self.absent: set[str] = set()
         self.again: set[int] = set()
-        # Groups of the update in work that have lost a value since it was given them; its steps that could not read it.
+        # Groups of the current update that lost a value after they were taken; and its nodes that could not read one.
         self.lacking: set[int] = set()
         self.unread: set[str] = set()
         self.bounds: dict[tuple[int, str, str, int], tuple[int]] = {}
         self.losses, self.spoiled = 0, False
-        # May a replica go back to an older version?
+        # True if a replica may return to an older version.
         self.history = self.pinned and rules.lost_replica == "replace"
         self.buffers: dict[str, dict[str, Buffers]] = {}
         for channel in self.every:
@@ -231,7 +232,7 @@ class Checker:
             self.buffers[channel] = {name: Buffers(version, version) for name, version in held.items()}
 
     def see(self, event: Event, commands: Iterable[Command]) -> None:
-        """Note an event and judge the commands that followed it, in their order."""
+        """Record an event, then check the commands that followed it in order."""
         self._hear(event)
         for command in commands:
             assert self.finish is None, f"{command} after {self.finish}"
@@ -251,7 +252,7 @@ class Checker:
         if not holds:
             raise AssertionError(f"invariant {number}: {message} [update {self.books.update}, {self.rules}]")
 
-    # What is heard ----------------------------------------------------------------------------------------
+    # Events -----------------------------------------------------------------------------------------------
 
     def _hear(self, event: Event) -> None:
         match event:
@@ -303,12 +304,12 @@ class Checker:
         self._take()
 
     def _take(self) -> None:
-        """An update has its groups as soon as it can: with order "ready" later ones could be others."""
+        """Take an update's groups as soon as possible: with order "ready" the choice could differ later."""
         if self.takes_groups and self.books.update < self.rules.end:
             self._batch_ready()
 
     def _copied(self, replica: str, rank: int) -> None:
-        """A rank's part is out of the run's way, and with the last one's the whole cut."""
+        """Record that a rank has copied its part; the last one ends the copying of the cut."""
         if (replica, rank) in self.copying:
             self.copying.remove((replica, rank))
             if not self.copying:
@@ -318,7 +319,7 @@ class Checker:
         return [channel for channel in self.every if channel.split(">")[1] == self.pool_of[replica]]
 
     def _lose(self, replica: str) -> None:
-        """Nothing is left of what a replica worked on and held, and its groups begin again."""
+        """Drop all work and values of a replica; its groups begin again."""
         self.absent.add(replica)
         self.losses += 1
         fixed = {f.pool for f in self.facts.values() if f.per_update or f.stateful}
@@ -353,7 +354,7 @@ class Checker:
         bounds = {key: (v,) for key, v in versions if self._begins(key[1], key[0]) is not None}
         for ordinal in ordinals:
             if self.books.fates[ordinal] == "pending":
-                # What was made before a cut with an older version than the cut's can only be had by another resume.
+                # A group that needs a version before this life's first cannot be made again, except by another resume.
                 weighted = self.pinned and any(f.weights for f in self.facts.values())
                 needed = max(0, self.before(ordinal) // self.rules.batch - self._max_lag())
                 self.doomed |= weighted and needed < self.start
@@ -362,12 +363,12 @@ class Checker:
                 self._begin_again(ordinal)
 
     def _finished(self, ordinal: int) -> bool:
-        """Is all made of a group that there is to make, and was none of it lost before it was read?"""
+        """True if all values of a group are made, and none was lost before it was read."""
         nodes = {n for n, f in self.facts.items() if not f.per_update}
         return ordinal not in self.again and set(self.books.made[ordinal]) == nodes
 
     def _make_again(self) -> None:
-        """An update of which a step could not read its groups gives them back, or has them made anew."""
+        """If a node of an update could not read its groups, give them back, or have them made again."""
         readers = {f.name for f in self.facts.values() if f.per_update and f.groups}
         if not self.unread or any(f.node in readers for f in self.running):
             return
@@ -385,7 +386,7 @@ class Checker:
         return any(pool == p.name and name in self.carried for p in self.plan.pools for name in p.holds)
 
     def _begin_again(self, ordinal: int) -> None:
-        """All that was made of a group is of no use, once nobody works on it."""
+        """Discard all values of a lost group once no work on it is left."""
         if ordinal not in self.again or any(f.index == ordinal and not self._per_update(f) for f in self.running):
             return
         self.again.remove(ordinal)
@@ -402,16 +403,16 @@ class Checker:
                 del self.books.versions[version]
 
     def _per_update(self, firing: Firing) -> bool:
-        """Is it of an update, or of a channel?"""
+        """True if it belongs to an update or a channel."""
         return firing.node not in self.facts or self.facts[firing.node].per_update
 
     def _drop_spoiled(self) -> None:
-        """A cut of which a part was lost does not count, and is due again."""
+        """Discard a cut of which a part was lost; the checkpoint is due again."""
         if self.spoiled and not any(isinstance(key, Saved) for key in self.awaited):
             self.spoiled, self.cut, self.cutting, self.last = False, None, True, False
 
     def _answered(self, event: Answer) -> bool:
-        """Was it the last answer awaited?"""
+        """Record an answer; true if it was the last one awaited."""
         ranks = self.awaited[first_answer(event)]
         ranks.remove(event.rank)
         if not ranks:
@@ -444,7 +445,7 @@ class Checker:
         elif not facts.turns:
             self.books.made[firing.index][firing.node] = work.replica
         elif alive:
-            # Half a turn is done; after the last one, what both nodes made is the group's.
+            # Half a turn is done. After the last turn, the outputs of both nodes become the group's values.
             talk = self.talks[facts.hears or facts.name, firing.index]
             if facts.heard_by:
                 talk.spoken = True
@@ -464,7 +465,7 @@ class Checker:
         return max((lag for facts in self.facts.values() for _, lag in facts.weights), default=0)
 
     def _under_way(self, batches: int) -> int:
-        """So many batches' groups, for each update that may be under way."""
+        """The groups of this many batches, for each update that may be in progress."""
         return batches * self.rules.batch * (1 + self._max_lag())
 
     def _update_done(self, facts: Facts, firing: Firing, work: Work) -> None:
@@ -483,7 +484,7 @@ class Checker:
             self.applied[firing.node] += 1
 
     def _end_updates(self) -> None:
-        """Whatever updates are over: the steps that are due are done, and no version is lost that is still needed."""
+        """End all updates whose due nodes are done, unless a version that is still needed would be lost."""
         while self.books.update < self.rules.end and not any(map(self._due, self.applied)):
             update = self.books.update
             if (self.cutting and not self._begun()) or (self.takes_groups and not self._batch_ready()):
@@ -507,7 +508,7 @@ class Checker:
                 fits = fits and (not self.pinned or used == {max(0, update - lag)})
                 self._true(fits, 3, f"group {ordinal} of update {update}: {node} used {used}, lag {lag}")
 
-    # What follows from the books --------------------------------------------------------------------------
+    # Derived state ----------------------------------------------------------------------------------------
 
     def before(self, ordinal: int) -> int:
         lost = sum(self.books.fates.get(g) in ("dropped", "failed") for g in range(ordinal))
@@ -517,7 +518,7 @@ class Checker:
         return sorted(g for g, fate in self.books.fates.items() if fate == "pending")
 
     def _due(self, name: str) -> bool:
-        """Has the step still to fire at the current update?"""
+        """True if the node has still to fire at the current update."""
         return self.facts[name].due(self.books.update) and self.applied[name] == self.books.update
 
     def _batch_ready(self) -> bool:
@@ -534,7 +535,7 @@ class Checker:
         return all(map(self._finished, self.taken))
 
     def _in_time(self, taken: set[int]) -> bool:
-        """May each of the groups that an update leaves still be consumed by its deadline, some perhaps by this one?"""
+        """True if each group left over can be consumed by its deadline, some perhaps by this update."""
         room, batch = self.rules.batch - len(taken), self.rules.batch
         after, deadlines = (
             range(self.rules.end - self.books.update),
@@ -543,7 +544,7 @@ class Checker:
         return all(sum(d <= self.books.update + k for d in deadlines) <= room + k * batch for k in after)
 
     def _last_part(self, name: str) -> int:
-        """The number of a node's last part, of those that take an update's batch."""
+        """The number of a node's last part, if it takes its batch in parts."""
         accumulate = self.facts[name].accumulate
         return self.rules.batch // accumulate - 1 if accumulate else 0
 
@@ -578,19 +579,19 @@ class Checker:
         return self.applied[self.makers[carried]] if carried in self.makers else self.start
 
     def _able(self, facts: Facts) -> tuple[Replica, ...]:
-        """Where a node may run: one with state, or per update, on the first replica only."""
+        """The replicas on which a node may run: only the first one for a stateful or per-update node."""
         replicas = next(p for p in self.plan.pools if p.name == facts.pool).replicas
         return replicas[: 1 if facts.stateful or facts.per_update else None]
 
     def _next(self, facts: Facts, books: Lineage | None = None) -> int:
-        """The update that a per-update node is next to fire at."""
+        """The update at which a per-update node fires next."""
         first = self.applied.get(facts.name, self.rules.start)
         if facts.off_path and (fired := (books or self.books).behind[facts.name]):
             first = fired[-1] + 1
         return next(update for update in range(first, first + facts.every) if facts.due(update))
 
     def _to_come(self, facts: Facts, first: int) -> list[int]:
-        """The updates at which a node may still fire; a per-group one from `first` on."""
+        """The updates at which a node may still fire; for a per-group node, those from `first` on."""
         if facts.per_update:
             first = self._next(facts)
         return [u for u in range(first, self.rules.end) if not facts.per_update or facts.due(u)]
@@ -600,7 +601,7 @@ class Checker:
         return sum(f.node not in self.facts or not self.facts[f.node].source for f in counted)
 
     def _working(self, name: str, ordinal: int | None = None) -> bool:
-        """Is a firing of a node in work, on a group or at all?"""
+        """True if a firing of a node is in progress, on this group or on any."""
         return any(f.node == name and ordinal in (None, f.index) for f in self.running)
 
     def _begun(self) -> bool:
@@ -608,19 +609,19 @@ class Checker:
         return per_update or any(count > self.books.update for count in self.applied.values())
 
     def _short(self) -> bool:
-        """Does an update that a cut has to wait for lack groups, which were lost with a replica? It has begun a step
-        that is not between two parts."""
+        """True if an update that a cut must wait for lacks groups, which were lost with a replica. The update has begun
+        a firing other than a part that is not the last."""
         begun = any(f.node in self.applied and f.segment == self._last_part(f.node) for f in self.running)
         begun = begun or any(count > self.books.update for count in self.applied.values())
         return self.takes_groups and begun and not self._batch_ready()
 
     def _moving(self) -> bool:
-        """Is anything in work that a cut must not fall into?"""
+        """True if something is in progress during which no cut may be made."""
         publishing = any(f.node not in self.facts for f in self.running)
         return publishing or self._begun() or any(self.facts[f.node].stateful for f in self.running)
 
     def _spare(self, channel: str) -> bool:
-        """May the present version go: is each reader to come served by one that is held, or can still be published?"""
+        """True if the current version may be donated: held or future versions serve each reader to come."""
         update, held = self.books.update, self.buffers[channel]
         if self._working(channel):
             return False
@@ -637,18 +638,18 @@ class Checker:
                     {held[r.name].live, held[r.name].staged, self.published[channel], *later}
                     for r in self._able(facts)
                     if r.name in held
-                ] or [{self.published[channel], *later}]  # for one that is to come
+                ] or [{self.published[channel], *later}]  # for a replica that is yet to join
                 to_come = self._to_come(facts, update + 1)
                 if not all(any(self._fits(v, u, lag) for have in known for v in have) for u in to_come):
                     return False
         return True
 
     def _fits(self, version: int, update: int, lag: int) -> bool:
-        """Is a version old and new enough for an update? A resumed run has none older than its first."""
+        """True if a version is neither too old nor too new for an update. A resumed run has none before its first."""
         return max(update - lag, 0) <= version <= max(update, self.start)
 
     def _needed(self, value: Firing) -> bool:
-        """Has a value a reader in work or still to come?"""
+        """True if a reader of the value is in progress or still to come."""
         facts, made = self.facts[value.node], self.books.made[value.index]
         if value.index in self.again and not facts.per_update:
             working = any(f.index == value.index and not self._per_update(f) for f in self.running)
@@ -661,9 +662,9 @@ class Checker:
             return any(self.applied[r] <= value.index and self.facts[r].due(value.index) for r in facts.readers)
         alive = self.books.fates[value.index] == "pending"
         if value not in self.unsettled and any(last[:2] == value[:2] for last in self.unsettled):
-            return False  # of the turn before the last, which has recalled it
+            return False  # of an earlier turn, whose readers are done
         if facts.turns and (value in self.unsettled or value.node not in made):
-            # What a turn has made is read by the next half, and by the next turn's first one.
+            # A turn's outputs are read by its second half and by the first half of the next turn.
             speaks, answers = facts.hears or facts.name, facts.heard_by or facts.name
             if alive:
                 talk = self.talks[speaks, value.index]
@@ -693,7 +694,7 @@ class Checker:
                 self._true(not self.cutting or self._begun() or draining, 4, f"{firing} starts while a cut is due")
             else:
                 self._fire_update(facts, command)
-            # It reads versions that are neither too old nor newer than its update.
+            # Weights must be neither too old nor newer than the update.
             for channel, lag in facts.weights:
                 held = self.buffers[channel][replica]
                 fits = self._fits(held.live, firing.index, 0 if self.pinned else lag) and not held.swapping
@@ -732,7 +733,7 @@ class Checker:
             held, key = self.buffers[channel][command.replica], (ordinal, name, channel, firing.turn)
             before = self.books.versions.get(key, held.live)
             self.books.versions[key] = before if firing.segment else held.live
-            # The update by which it must be consumed stays that of the first try, and of the first time.
+            # The deadline is set by the version of the first attempt, also after a loss.
             if begun:
                 self.books.versions[key] = min(self.books.versions[key], before)
             if bound := self.bounds.get(key):
@@ -741,7 +742,7 @@ class Checker:
         self._true(command.update == slot, 13, f"{command} is for update {slot}")
 
     def _take_turn(self, facts: Facts, firing: Firing) -> None:
-        """The halves of a group's turns come in order, and read what the half and the turn before have made."""
+        """Check that the halves of a group's turns come in order, and read values of the previous half and turn."""
         speaks, firing = facts.hears or facts.name, firing._replace(segment=0)
         talk = self.talks[speaks, firing.index] if facts.turns else Talk()
         fits = firing.turn == talk.turn < max(facts.turns, 1) and self._its_turn(facts, firing.index)
@@ -756,12 +757,12 @@ class Checker:
             self._true(read in self.books.values, 7, f"{firing} reads {read}, which is not there")
 
     def _its_turn(self, facts: Facts, ordinal: int) -> bool:
-        """In a bounded cycle: is it this node's half of the group's turn?"""
+        """True if this node's half of the group's turn is due."""
         return not facts.turns or self.talks[facts.hears or facts.name, ordinal].spoken == bool(facts.hears)
 
     def _in_order(self, facts: Facts, ordinal: int) -> bool:
-        """A node with state takes the groups one by one, in order, and rests while a cut is due, unless it must not:
-        pinned groups whose version the resumed run could not make again are finished before the cut."""
+        """True if a stateful node takes this group in order, one at a time. It pauses while a cut is due, except for
+        pinned groups whose version a resumed run could not make again: these are finished before the cut."""
         needed = max(0, self.before(ordinal) // self.rules.batch - self._max_lag())
         perishing = self.pinned and needed < self.books.update and not (self.copying or self.last)
         ahead = [g for g in range(ordinal) if self.books.fates.get(g, "pending") == "pending"]
@@ -770,7 +771,7 @@ class Checker:
         return alone and newest < ordinal and all(facts.name in self.books.made[g] for g in ahead)
 
     def _admitted(self, facts: Facts, ordinal: int, replica: str) -> bool:
-        """Are the weights and the delayed values that a group reads new enough, and, pinned, as old as they must be?"""
+        """True if the weights and delayed values of a group are new enough and, if pinned, exactly of its version."""
         before, batch = self._place(ordinal), self.rules.batch
         begun = self._begins(facts.name, ordinal) if self.rules.order == "ready" else None
         if replica in self.absent:
@@ -809,7 +810,7 @@ class Checker:
             self._true(read in self.books.values, 7, f"{firing} reads {read}, which is not there")
         for carried in facts.carried:
             self._true(self._version(carried) == update, 5, f"{firing} reads version {self._version(carried)}")
-        # No one reads the version that this update donates.
+        # Nobody may still read the version that this update donates.
         for carried in facts.makes if last else ():
             for other in self.facts.values():
                 waits = carried in other.carried and other is not facts and self._due(other.name)
@@ -820,7 +821,7 @@ class Checker:
     # Weights ----------------------------------------------------------------------------------------------
 
     def _publish(self, command: Publish) -> None:
-        """It takes the sender's time, so that it is noted as a firing of the channel."""
+        """Publishing occupies the sender, so it is recorded as a firing of the channel."""
         channel, version = command.channel, command.version
         carried, held = channel.split(">")[0], self.buffers[channel].values()
         self._true(version == self._version(carried), 5, f"{command}: another version is there")
@@ -838,14 +839,14 @@ class Checker:
         self._work(Firing(channel, version), command.replica)
 
     def _goes_back(self, channel: str) -> bool:
-        """May replicas get older versions of a channel than they have?"""
+        """True if replicas may get older versions of a channel than they have."""
         pool = channel.split(">")[1]
         fires = [f for f in self.facts.values() if f.pool == pool and not f.source]
         simple = not any(f.per_update or f.stateful for f in fires) and not self._carries(pool)
         return self.history and simple and any(c == channel for f in fires for c, _ in f.weights)
 
     def _may_read(self, facts: Facts, channel: str, version: int) -> bool:
-        """May a node still fire with a version of what a channel carries?"""
+        """True if a node may still fire with this version of the channel."""
         to_come, lags = self._to_come(facts, version), [lag for c, lag in facts.weights if c == channel]
         return bool(channel in facts.fixed and to_come) or any(
             self._fits(version, u, lag) for lag in lags for u in to_come
@@ -888,7 +889,7 @@ class Checker:
             del self.books.values[firing]
 
     def _committurn(self, command: CommitTurn) -> None:
-        """The last turn's values are the group's: they are named like those of the first one from now on."""
+        """Rename the last turn's values, which are the group's, to those of the first turn."""
         first, held = command.firing._replace(turn=0), self.unsettled.pop(command.firing, "nowhere")
         fits = held == command.replica == self.books.values.get(command.firing) and first not in self.books.values
         self._true(fits, 12, f"{command}: held by {held}")
@@ -901,7 +902,7 @@ class Checker:
         self._true(command.update == self.books.update, 4, f"{command}: update {self.books.update} is next")
         pending, needed = self._pending(), set()
         for value in [v for v, r in self.books.values.items() if r == command.replica and v.index in pending]:
-            # A run that resumes here begins the turns of a group anew.
+            # A run that resumes here restarts a group's turns.
             made, readers = self.books.made[value.index], self.facts[value.node].readers
             if value.index in self.again:
                 continue
@@ -923,14 +924,14 @@ class Checker:
         assert cut is not None
         self._true(not any(type(key).__name__ == "Saved" for key in self.awaited), 4, "a part is not written yet")
         made = {g: dict(m) for g, m in cut.made.items() if cut.fates.get(g) == "pending"}
-        # Of a group that was opened nothing may be made yet, where the pool of its source is not there.
+        # An opened group may have no values yet if the pool of its source is lost.
         opened = {g: m for g, m, *_ in told["groups"] if m or g in made}
         agrees = told["update"] == command.update == cut.update and opened == made
         counts = {fate: list(cut.fates.values()).count(fate) for fate in ("consumed", "dropped", "failed")}
         self._true(agrees and told["fates"] == counts, 4, f"the cut says {told}, known {cut}")
         cut.made = defaultdict(dict, made)
         weighted = {n for n, f in self.facts.items() if f.weights and not f.per_update}
-        # What was begun and not made begins anew, perhaps with newer weights.
+        # Work in progress is repeated after a resume, perhaps with newer weights.
         cut.versions = {key: v for key, v in cut.versions.items() if key[0] not in made or key[1] in made[key[0]]}
         cut.places = {g: place for g, place in cut.places.items() if weighted & made.get(g, {}).keys()}
         behind = {n: self._next(f, cut) for n, f in self.facts.items() if f.off_path}
@@ -952,13 +953,13 @@ class Checker:
                 fired = self.books.behind[facts.name]
                 self._true(fired == due, 11, f"{facts.name} fired at {fired}, due at {due}")
         self._true(command.status != "failed" or self.doomed, 8, f"{command} without a cause")
-        cut = self.committed is not None or self.resumed  # that of the life before may have all that there is
+        cut = self.committed is not None or self.resumed  # the previous life's cut may already be complete
         self._true(command.status != "stopped" or (self.final and cut), 8, "stopped without a cut")
 
-    # Once all commands are said -----------------------------------------------------------------------------
+    # After all commands of an event ------------------------------------------------------------------------
 
     def _quiet(self) -> None:
-        """Something is in work, what nobody reads is freed, nothing waits that may start."""
+        """Check that there is no deadlock, that unneeded values are freed, and that nothing waits that may start."""
         pools = [{r.name for r in pool.replicas} for pool in self.plan.pools]
         stuck = not self.awaited and not any(own <= self.absent for own in pools)
         self._true(not stuck, 8, "nothing is in work: deadlock")
@@ -988,7 +989,7 @@ class Checker:
                     self._true(not self._could_start(facts, ordinal), 9, f"{facts.name}[{ordinal}] could start")
 
     def _over(self, value: Firing) -> bool:
-        """Should a value have been freed?"""
+        """True if a value should have been freed."""
         if self._needed(value):
             return False
         if self.facts[value.node].per_update:
@@ -997,7 +998,7 @@ class Checker:
         return self.books.fates[value.index] == "pending" or all(self.facts[n].per_update for n in working)
 
     def _reads_live(self, channel: str, replica: str) -> bool:
-        """Does a step of this update read what is live, or a pinned group to come?"""
+        """True if a node of this update, or a pinned group to come, reads the live version."""
         held = self.buffers[channel][replica]
         for facts in self.facts.values():
             for lag in [lag for c, lag in facts.weights if c == channel]:
@@ -1007,20 +1008,20 @@ class Checker:
                     if here and (running or held.staged > max(self._next(facts), self.start)):
                         return True
                 elif self.pinned:
-                    # Of a group that is in its turns, another one may come.
+                    # A group between turns may start another one.
                     left = [g for g in range(self.total - self.earlier) if self._to_start(facts, g, bool(facts.turns))]
                     if running or any(max(0, self.before(g) // self.rules.batch - lag) <= held.live for g in left):
                         return True
         return False
 
     def _to_start(self, facts: Facts, ordinal: int, again: bool = False) -> bool:
-        """Has a group still to start on a node, perhaps `again`?"""
+        """True if a group has still to start on a node; with `again`, also if it is in progress there."""
         if self.books.fates.get(ordinal, "pending") != "pending" or facts.name in self.books.made.get(ordinal, ()):
             return False
         return again or not self._working(facts.name, ordinal)
 
     def _could_fire(self, facts: Facts) -> bool:
-        """Is there room, and the right version, for a step that no update waits for?"""
+        """True if a node that no update waits for has room and the right versions."""
         update, replica = self._next(facts), self._able(facts)[0]
         if update > self.books.update or update >= self.rules.end or self._working(facts.name):
             return False
@@ -1031,7 +1032,7 @@ class Checker:
         return has and self._load(replica.name) < replica.capacity
 
     def _could_accumulate(self, facts: Facts) -> bool:
-        """Is there room, and are the groups there, for a part that is not the last?"""
+        """True if there is room, and the groups are there, for a part that is not the last."""
         part, replica = self.parts[facts.name], self._able(facts)[0]
         if part >= self._last_part(facts.name) or self.books.update >= self.rules.end or self._working(facts.name):
             return False
@@ -1040,7 +1041,7 @@ class Checker:
         return there and fixed and self._due(facts.name) and self._load(replica.name) < replica.capacity
 
     def _could_start(self, facts: Facts, ordinal: int) -> bool:
-        """May a group start on some replica, which does not leave it to others?"""
+        """True if a group may start on a replica that does not leave it to others."""
         if not self._ready(facts, ordinal):
             return False
         able = [r for r in self._able(facts) if self._admitted(facts, ordinal, r.name)]
@@ -1049,7 +1050,7 @@ class Checker:
         return any(self._load(r.name) < r.capacity and not self._leaves(facts, r.name) for r in able)
 
     def _leaves(self, facts: Facts, replica: str) -> bool:
-        """Has a replica its share of a node's groups, while others wait for weights that are on their way?"""
+        """True if a replica has its share of a node's groups while others wait for weights in transit."""
         names = [r.name for r in self._able(facts) if r.name not in self.absent]
         held = [(self.buffers[channel][name].live, channel) for channel, _ in facts.weights for name in names]
         if not any(live < self.published[channel] for live, channel in held):
@@ -1059,7 +1060,7 @@ class Checker:
         return self._load(replica) * (len(names) - 1) >= waiting
 
     def _ready(self, facts: Facts, ordinal: int) -> bool:
-        """Has a group all that a node reads of it, and still to start there?"""
+        """True if a group has all inputs of a node, and has still to start there."""
         if not facts.waits <= self.books.made[ordinal].keys() or not self._its_turn(facts, ordinal):
             return False
         if not self._to_start(facts, ordinal) or self.before(ordinal) >= self.total or ordinal in self.again:

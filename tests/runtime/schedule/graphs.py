@@ -1,4 +1,4 @@
-"""Graphs and plans for the scheduler's tests: examples named after what programs trace to, and builders."""
+"""Graphs and plans for the scheduler's tests: builders, and examples named after the programs that they resemble."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -51,8 +51,8 @@ def alternate(
     *,
     recalls: bool = False,
 ) -> tuple[Node, Node]:
-    """Two nodes in a bounded cycle, as a recorder puts them: the second one has the first one's output, inputs of its
-    `own`, and what it made in the turn before if it `recalls` that."""
+    """Two nodes in a bounded cycle, as traced: the second one reads the first one's output, inputs of its `own`, and,
+    if it `recalls`, its output of the previous turn."""
     said, heard = call(speak, reads, pool), call(answer, [speak, *own], answers)
     back = tuple(Input(f"back_{name}", ITEM, Ref(name), back=True) for name in (speak, answer))
     earlier = back[1:] if recalls else ()
@@ -87,7 +87,7 @@ def sft() -> Graph:
 
 
 def evaluate() -> Graph:
-    """The policy is returned as it is; the names are those of an evaluation beside `aipo`."""
+    """The policy is returned unchanged; the names are those of an evaluation next to `aipo`."""
     nodes = (
         broadcast("evaluate.broadcast", "policy", 0),
         call("evaluate.generate", ["evaluate.prompts", "evaluate.broadcast"], "generator"),
@@ -98,7 +98,7 @@ def evaluate() -> Graph:
 
 
 def actor_critic(lag: int = 1) -> Graph:
-    """Two carried values that change, one that does not, and a per-update value between the two updates."""
+    """Two carried values that change, a fixed one, and a per-update value between the two updates."""
     nodes = (
         broadcast("broadcast", "policy", lag),
         call("generate", ["prompts", "broadcast"], "generator"),
@@ -119,7 +119,7 @@ def place(
     ranks: int = 1,
     merge: Mapping[str, str] | None = None,
 ) -> Plan:
-    """The pools that the labels ask for, or what `merge` puts in their place; capacity 1 in the trainer, else 4."""
+    """Pools by label, or by `merge` of the label; the trainer has capacity 1, others 4."""
     holds: dict[str, list[str]] = {}
     items: list[Argument | Node] = [*graph.arguments, *(n for n in graph.nodes if n.fires)]
     for item in items:

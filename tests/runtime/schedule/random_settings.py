@@ -1,4 +1,4 @@
-"""Random settings for the scheduler: every construct of the language in any company, on any plan, by any rules."""
+"""Random settings for the scheduler: all constructs in any combination, on any plan, by any rules."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,11 +16,11 @@ POOLS = ("generator", "scorer", "trainer")
 
 
 class Draft:
-    """A graph that grows. `values` are the per-group ones so far, `unread` those that nobody reads yet."""
+    """A growing graph. `values` are its per-group values so far, `unread` those that nobody reads yet."""
 
     def __init__(self, rng: Random, lags: Sequence[int], pinned: bool) -> None:
-        """`lags` are those of per-group readers of weights. Pinned versions allow no filter and no slow broadcast, a
-        lag of 0 for per-update readers, and no delay shorter than the lag."""
+        """`lags` are those of per-group readers of weights. Pinned versions allow no filter and no `every` of a
+        broadcast; per-update readers need lag 0, and delays are not shorter than the lag."""
         self.rng, self.lags, self.pinned = rng, lags, pinned
         self.changing = ["policy", "critic"][: rng.choice([1, 1, 2])]
         self.carried = {c: f"update_{c}" for c in self.changing}
@@ -45,13 +45,13 @@ class Draft:
         return self.add(broadcast(f"broadcast_{len(self.nodes)}", self.rng.choice(self.changing), lag, pool, every))
 
     def reference(self, pool: str) -> str:
-        """The value that never changes, as it is or sent."""
+        """The fixed value, read directly or through a broadcast."""
         if pool == "trainer":
             return "reference"
         return self.add(broadcast(f"reference_{len(self.nodes)}", "reference", 0, pool))
 
     def group_node(self, index: int) -> None:
-        """A node, a filter, two nodes that take turns, or one that reads what an update before has left."""
+        """Add a node, a filter, two nodes that take turns, or a node that reads a delayed value."""
         rng, name = self.rng, f"group_{index}"
         few = rng.sample(self.values, min(len(self.values), rng.choice([1, 1, 2])))
         reads = sorted(set(self.sources) if index == 0 else set(few))
@@ -88,7 +88,7 @@ class Draft:
         self.unread = (self.unread - set(reads)) | made
 
     def between_node(self, index: int) -> None:
-        """A value within an update, or at each `every`th one; some read the value that another one made."""
+        """Add a value made at each update or at every `every`-th one; it may read others of its kind."""
         rng, every = self.rng, self.rng.choice([1, 1, 2, 3])
         reads = [] if every > 1 and rng.random() < 0.5 else [rng.choice(self.values)]
         edges = [rng.choice(self.changing)] if rng.random() < 0.6 or not reads else []
@@ -102,7 +102,7 @@ class Draft:
             self.unread -= set(reads)
 
     def watch(self) -> None:
-        """One whose output nobody reads: it reports figures."""
+        """Add a node whose output nobody reads: it reports metrics."""
         rng = self.rng
         edges = [rng.choice(self.changing)] if self.weightless or rng.random() < 0.5 else []
         pool = "trainer" if edges else rng.choice(["generator", "scorer"])
@@ -110,7 +110,7 @@ class Draft:
         self.add(call("watch", [self.rng.choice(self.values), *edges], pool, "update"))
 
     def trailing(self, index: int) -> None:
-        """One that reads nothing but weights."""
+        """Add a node that reads only weights."""
         pool = self.rng.choice([*POOLS, "evaluator", "evaluator"])
         edges = [self.weights(pool, per_update=True) for _ in range(self.rng.choice([1, 1, 2]))]
         if self.frozen and pool != "trainer" and self.rng.random() < 0.3:
@@ -119,8 +119,8 @@ class Draft:
         self.add(call(f"trailing_{index}", edges, pool, "update", stateful, self.rng.choice([1, 1, 2, 3])))
 
     def updates(self, part: int) -> None:
-        """The next values: of the policy from all that is unread, others perhaps at some updates only. Those that need
-        nothing but groups may take them in parts of `part`."""
+        """Add the updates: the policy's reads all that is unread; others may be due at some updates only. Updates that
+        read only groups may take them in parts of `part`."""
         rng, reads = self.rng, self.unread
         for name in self.changing:
             every = self.slow.get(name, 1)
@@ -146,7 +146,7 @@ class Draft:
 
 
 def random_graph(rng: Random, lags: Sequence[int], pinned: bool, part: int) -> Graph:
-    """One to four steps per group, at most three carried values that change, and what goes with them; updates may be in
+    """One to four per-group nodes, at most three changing carried values, and matching other nodes; updates may take
     parts of `part` groups."""
     draft = Draft(rng, lags, pinned)
     for index in range(rng.randint(1, 4)):
@@ -162,7 +162,7 @@ def random_graph(rng: Random, lags: Sequence[int], pinned: bool, part: int) -> G
 
 
 def random_plan(rng: Random, graph: Graph) -> Plan:
-    """Up to 2 x 2 ranks a pool; labels kept, some merged, or everything on one replica."""
+    """Up to 2 x 2 ranks per pool; labels are kept, some are merged, or one replica has everything."""
     merges: list[dict[str, str]] = [
         {},
         {},
@@ -179,7 +179,7 @@ def random_plan(rng: Random, graph: Graph) -> Plan:
 
 
 def random_setting(rng: Random) -> Setting:
-    """Any graph, plan and rules the scheduler must cope with."""
+    """Any graph, plan and rules that the scheduler must support."""
     pinned = rng.random() < 0.35
     lags = [rng.choice([0, 1, 2, 4])] if pinned or rng.random() < 0.5 else [0, 1, 2, 3, 4]
     batch = rng.randint(1, 4)
@@ -201,11 +201,11 @@ def random_setting(rng: Random) -> Setting:
     )
     plan = random_plan(rng, graph)
     if not pinned and rng.random() < 0.7:
-        with suppress(ValueError):  # of a graph that needs the strict order
+        with suppress(ValueError):  # if the graph needs the strict order
             check_rules(Tables(graph, plan), ready := replace(rules, order="ready"))
             rules = ready
     if rng.random() < 0.5:
-        with suppress(ValueError):  # of a graph that no replica's loss leaves whole
+        with suppress(ValueError):  # if the graph cannot lose any replica
             check_rules(Tables(graph, plan), elastic := replace(rules, lost_replica="replace"))
             rules = elastic
     names = [*(n.name for n in graph.nodes), *(r.name for r in plan.replicas), "policy>generator", "critic>trainer"]

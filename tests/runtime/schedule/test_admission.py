@@ -1,4 +1,4 @@
-"""What asynchrony means: which group starts when and where, with which version, and how versions get there."""
+"""Asynchrony: which group starts when, where and with which version, and how versions get there."""
 
 from random import Random
 
@@ -29,7 +29,7 @@ def test_a_version_admits_the_groups_that_need_none_newer(ordinal: int, lag: int
 
 @given(update=SMALL, lag=st.integers(0, 5), batch=st.integers(1, 5), place=st.integers(0, 4))
 def test_a_group_needs_the_version_of_its_update_less_the_lag(update: int, lag: int, batch: int, place: int) -> None:
-    """However many groups before it are dropped: it is for an earlier update then, never for a later one."""
+    """This holds however many groups before it are dropped: its update can only become earlier."""
     ordinal = update * batch + place % batch
     for dropped in range(update * batch):
         assert needed_version(ordinal, lag, batch) >= (ordinal - dropped) // batch - lag
@@ -75,7 +75,7 @@ def test_the_first_replica_with_new_weights_leaves_the_others_their_share() -> N
         assert first == ["generator/0"] * 4
         made.until_fired("update", update)
     made.end()
-    # When the others do not come, it takes what they were left.
+    # If the others never come, it takes their share.
     made = world(aipo(lag=0), Rules(batch=12, end=1), replicas=2, capacity=20)
     made.exhaust("generator/1")
     assert {c.replica for c in made.fired("generate")} == {"generator/0"}
@@ -136,7 +136,7 @@ def test_why_a_replica_is_idle() -> None:
 
 
 def curriculum(lag: int, every: int = 1, weights: int = 3) -> Graph:
-    """What is chosen depends on what was remembered `lag` updates before."""
+    """A group's prompts are chosen with the history of `lag` updates before."""
     nodes = (
         delay("past", "history", lag),
         call("choose", ["problems", "past"], "trainer"),
@@ -165,7 +165,7 @@ def test_a_group_is_told_the_update_that_it_is_for() -> None:
     made.end(rng=Random(3))
     assert {c.firing.index: c.update for c in made.fired("choose")} == {g: g // 2 for g in range(8)}
     assert {c.update for c in made.fired("generate")} == {0}
-    # A value that is left as it is holds no group up.
+    # A value that is not due to change delays no group.
     made = world(curriculum(0, every=3), Rules(batch=1, end=5))
     made.end()
     assert [c.update for c in made.fired("choose")] == [0, 1, 2, 3, 4]
@@ -195,7 +195,7 @@ def test_pinned_versions_skip_no_broadcast() -> None:
     made = world(aipo(lag=2), Rules(batch=1, end=6, versions="pinned"))
     made.end()
     assert made.published(CHANNEL)[:4] == [0, 1, 2, 3]
-    # The last version is not published for training.
+    # The final version is not published in training.
     made = world(aipo(lag=0), Rules(batch=1, end=3))
     made.end()
     assert made.published(CHANNEL) == [0, 1, 2]
@@ -219,7 +219,7 @@ def test_a_version_that_a_per_update_reader_needs_is_published_before_it_is_dona
 
 
 def pinned_apart() -> World:
-    """Group 0 is in work on one generator, group 1, of which a try is to fail, on the other."""
+    """Group 0 is in progress on one generator, and group 1, whose attempt is to fail, on the other."""
     made = world(aipo(lag=1), Rules(batch=1, end=4, versions="pinned", retries=1), replicas=2, capacity=1)
     made.until_fired("generate", 1, but=["node='generate', index=0"])
     return made

@@ -1,4 +1,4 @@
-"""What becomes of groups: which an update takes, those dropped or failed, what is freed, when a run ends for them."""
+"""The fate of groups: which an update takes, which are dropped or fail, what is freed, and when the run ends."""
 
 import json
 from dataclasses import replace
@@ -180,12 +180,12 @@ def test_groups_that_are_ready_overtake_while_all_others_can_be_in_time() -> Non
             group.finished = rng.random() < 0.7
         ledger.finished = sum(group.finished for group in ledger.groups.values())
         finished = [g for g, group in ledger.groups.items() if group.finished]
-        # Some of its places an update may have taken already.
+        # The update may have taken some groups already.
         before = tuple(rng.sample(finished, rng.randint(0, min(batch - 1, len(finished)))))
         count = rng.randint(1, batch - len(before))
         room = batch - len(before) - count
-        # By hand: some of the finished ones such that the others, in what room is left and then `batch` an update, end
-        # by their deadlines.
+        # Exhaustively: choices of finished groups after which all others meet their deadlines, given the room left in
+        # this update and `batch` in each later one.
         able = [
             taken
             for taken in combinations([g for g in finished if g not in before], count)
@@ -202,7 +202,7 @@ def test_a_long_response_is_overtaken_until_its_weights_would_be_too_old() -> No
     made = world(aipo(lag=2), Rules(batch=1, end=6, order="ready"), capacity=8)
     made.until_fired("generate", 0)
     made.exhaust(but="node='generate', index=0")
-    assert made.checker.books.consumed == {1: 0, 2: 1}  # of update 2 it must be, with weights of version 0
+    assert made.checker.books.consumed == {1: 0, 2: 1}  # group 0 used version 0, so that update 2 is its deadline
     made.end()
     assert made.checker.books.consumed[0] == 2
     assert sorted(made.checker.books.consumed) == list(range(6))
@@ -216,7 +216,7 @@ def test_a_group_that_pauses_goes_on_before_later_ones_where_there_is_room() -> 
     for pieces in segments.values():
         assert [segment for segment, _ in pieces] == list(range(len(pieces)))
     assert any(len({replica for _, replica in pieces}) > 1 for pieces in segments.values())
-    # What a piece has left is freed when the next one is over, and the whole has the name of an unbroken firing.
+    # A segment's output is freed when the next segment ends; the whole has the name of an unbroken firing.
     left = {c.firing for c in fired if c.firing.segment}
     assert left == {firing for told in made.told for firing in freed(told) if firing.segment}
 
@@ -227,7 +227,7 @@ def test_a_lost_group_no_longer_stands_before_others() -> None:
     ledger.groups[2].working = 1
     lost = ledger.lose(2, "dropped")
     assert (ledger.before(2), ledger.before(3), ledger.before(4)) == (2, 2, 3)
-    assert ledger.find(2) is lost  # it leaves when nobody works on it
+    assert ledger.find(2) is lost  # it is removed when no work on it is left
     assert 2 not in ledger.groups
 
 
@@ -260,7 +260,7 @@ def test_a_ledger_survives_json() -> None:
     ledger.lose(4, "failed")
     ledger.groups[3].made, ledger.groups[3].readers = {"generate": "generator/0"}, {"generate": 2}
     ledger.groups[3].place, ledger.groups[3].deadlines = 2, {"generate": 5}
-    ledger.groups[5].place, ledger.groups[5].deadlines = 4, {"generate": 6}  # in work, so that it begins again
+    ledger.groups[5].place, ledger.groups[5].deadlines = 4, {"generate": 6}  # in progress, so that it begins again
     restored = Ledger()
     restored.restore(json.loads(json.dumps(ledger.to_json())))
     assert restored.to_json() == ledger.to_json()
@@ -274,7 +274,7 @@ def test_a_ledger_survives_json() -> None:
 
 
 def at_a_loss(graph: Graph, node: str, versions: str) -> World:
-    """Update 1 is at a step when a generator is lost that has values which the step is to read."""
+    """In update 1, a node has started when a generator is lost that holds values which it is to read."""
     rules = Rules(batch=2, end=3, versions=versions, lost_replica="replace")  # type: ignore[arg-type]
     made = world(graph, rules, replicas=2, ranks=2)
     made.until_fired(node, 1)
@@ -285,7 +285,7 @@ def at_a_loss(graph: Graph, node: str, versions: str) -> World:
 
 
 def find_nothing(made: World, node: str) -> list[Finish]:
-    """No rank can read what the step is to read; the end, if the run ends by it."""
+    """Let all ranks answer that they cannot read the node's input; return the end if this ends the run."""
     made.blind.add(Firing(node, 1))
     while Firing(node, 1) in made.blind:
         made.step(made.at(node, 1))
@@ -303,7 +303,7 @@ def test_an_update_that_could_read_nothing_of_a_lost_value_gives_its_groups_back
 
 
 def test_groups_that_another_step_of_the_update_has_read_are_made_again_for_it_alone() -> None:
-    """Pinned versions make them with equal bits; others may be other ones, so that the steps would learn from two."""
+    """Pinned versions give equal bits. With free versions the two nodes would train on different groups."""
     made = at_a_loss(actor_critic(), "update_policy", "pinned")
     assert find_nothing(made, "update_policy") == []
     made.end()
@@ -327,7 +327,7 @@ def test_an_update_that_cannot_be_taken_back_ends_the_run(case: str) -> None:
 
 
 def test_groups_of_a_checkpoint_whose_replica_is_not_there_are_made_again_if_they_can_be() -> None:
-    """With pinned versions and a lag, the ones that need older weights than the checkpoint has cannot."""
+    """With pinned versions and a lag, groups that need older weights than the checkpoint's cannot be made again."""
     made = world(aipo(lag=1), Rules(batch=2, end=5, lost_replica="replace"), replicas=2)
     made.until_fired("update", 1)
     made.exhaust("update")

@@ -1,8 +1,8 @@
 """The invariants hold for random graphs, plans, rules, timings, failures, checkpoints and resumes, and a recorded run
 replays to identical commands.
 
-Hypothesis chooses what happens, step by step, and prints how to repeat a failure; the seeded runs go on for longer, and
-name their seed. A few of each are tested with every change; the others are slow, all together.
+Hypothesis chooses the events step by step, and prints how to repeat a failure. The seeded runs are longer, and a
+failure names its seed. A few of each run always; the others are marked slow.
 """
 
 import json
@@ -37,7 +37,7 @@ def digest(commands: Sequence[Command]) -> bytes:
 
 
 def recorded(world: World, stage: str = "train") -> tuple[SegmentOrigin, list[Step]]:
-    """What a log would hold of a world's life; the origin through JSON."""
+    """Return what a log would hold of a world's life; its origin has passed through JSON."""
     setting, rules = world.setting, world.scheduler.rules
     origin = SegmentOrigin(stage, setting.graph, setting.plan, rules, world.cut, world.live or {}, world.cut or {})
     steps = zip(world.heard, world.told, strict=True)
@@ -64,8 +64,8 @@ def live_through_all(seeds: range) -> None:
 
 
 def live_through(rng: Random) -> None:
-    """A run that is stopped, checkpointed or killed up to three times, and resumed from its last cut to its end. The
-    lives that ended with a cut, and the last one, replay to the same commands."""
+    """Stop, checkpoint or kill a run up to three times; resume it each time from its last cut, and run it to its end.
+    The lives that ended with a cut, and the last one, replay to the same commands."""
     world, stages = World(random_setting(rng)), []
     for _ in range(rng.choice([0, 1, 1, 3])):
         world.run(rng, steps=rng.randrange(1, 120))
@@ -73,7 +73,7 @@ def live_through(rng: Random) -> None:
         if world.finish is None and end != "kill":
             world.feed(Checkpoint(final=end == "stop"))
             world.run(rng, steps=10**6 if end == "stop" else rng.randrange(200))
-            if end == "checkpoint" and world.finish is None:  # a second one, perhaps while the first is being written
+            if end == "checkpoint" and world.finish is None:  # another checkpoint, perhaps during the first one's write
                 world.feed(Checkpoint(final=rng.random() < 0.3))
                 world.run(rng, steps=rng.randrange(200))
         stages.append(recorded(world))
@@ -88,7 +88,7 @@ def live_through(rng: Random) -> None:
 
 
 class Runs(RuleBasedStateMachine):
-    """A run whose ranks do what Hypothesis says."""
+    """A run whose ranks answer as Hypothesis chooses."""
 
     world: World
 
@@ -111,7 +111,7 @@ class Runs(RuleBasedStateMachine):
     @precondition(going)
     @rule(index=st.integers(0, 1000))
     def fail(self, index: int) -> None:
-        """A firing raises, where that does not end most runs."""
+        """A firing raises, if that does not end most runs."""
         rules = self.world.setting.rules
         working = [event for event in self.world.pending if isinstance(event, Done)]
         if working and (rules.retries or rules.on_failure == "replace"):
@@ -127,14 +127,14 @@ class Runs(RuleBasedStateMachine):
     @precondition(going)
     @rule(index=st.integers(0, 1000))
     def find_gone(self, index: int) -> None:
-        """A step of an update finds that values which it was given are gone with their replica."""
+        """A node of an update finds that its input values were lost with their replica."""
         if firings := self.world.unreadable():
             self.world.blind.add(firings[index % len(firings)])
 
     @precondition(going)
     @rule(index=st.integers(0, 1000))
     def join(self, index: int) -> None:
-        """One that was lost is there again."""
+        """A lost replica joins again."""
         if absent := sorted(self.world.scheduler.absent):
             self.world.join(absent[index % len(absent)])
 
@@ -146,7 +146,7 @@ class Runs(RuleBasedStateMachine):
     @precondition(going)
     @rule(index=st.integers(0, 1000))
     def stray(self, index: int) -> None:
-        """An answer that comes twice, from another rank, or from nowhere, is refused, and changes nothing."""
+        """An answer given twice, by another rank, or to no question, is refused and changes nothing."""
         left = self.world.checker.awaited
         done = [event for event in self.world.heard if isinstance(event, Done)]
         twice = [e for e in done if e.rank not in left.get(first_answer(e), set())]
@@ -158,7 +158,7 @@ class Runs(RuleBasedStateMachine):
 
     @rule(killed=st.booleans())
     def resume(self, killed: bool) -> None:
-        """The process is killed, or has ended; a new one goes on from the last cut."""
+        """The process is killed or has ended; a new one resumes from the last cut."""
         if not self.going() or killed:
             self.world = self.world.resumed()
 

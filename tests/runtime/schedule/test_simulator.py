@@ -1,4 +1,4 @@
-"""The simulated schedule: its period against the bound, its invariants, what it accounts for, keyed verdicts."""
+"""The simulated schedule: its period and the bound, its invariants, its accounting, and keyed verdicts."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -78,7 +78,7 @@ def test_a_steady_part_is_at_least_as_long_as_a_cycle_and_a_run_without_one_tell
 
 @pytest.mark.parametrize(("lag", "seconds"), [(1, 2.5), (2, 5 / 3), (3, 1.25)])
 def test_updates_that_come_in_bursts_are_counted_in_whole_ones(lag: int, seconds: float) -> None:
-    """A generator with room for all batches at once: 1 + lag updates follow each other, then none for a while."""
+    """A generator has room for all batches at once: 1 + lag updates run in a burst, then none for a while."""
     plan, bursts = place(aipo(), capacity={"generator": 64}), {**SECONDS, "generate": 4.0, "score": 0.0, "update": 1.0}
     for updates in range(3 * lag + 4, 3 * lag + 20):
         found = simulated(aipo(lag), plan, Rules(4, updates), bursts)
@@ -170,7 +170,7 @@ def test_graphs_without_weights_and_evaluations_are_simulated() -> None:
 
 
 def conversed(turns: int, updates: int, verdicts: Verdicts, speak: Duration = 1.0) -> Simulation:
-    """Turns, and a filter after them; one group at a time."""
+    """Simulate turns followed by a filter, one group at a time."""
     nodes = (
         broadcast("broadcast", "policy", 0),
         *alternate("speak", "answer", ["prompts", "broadcast"], turns),
@@ -187,7 +187,7 @@ def test_all_turns_are_taken_and_nothing_is_dropped_unless_it_is_said() -> None:
     result = conversed(3, 20, Verdicts())
     assert result.period_s == pytest.approx(3 * (1.0 + 0.5) + 2.0)
     assert result.dropped == 0
-    # Each turn has a duration of its own.
+    # Each turn has its own duration.
     result = conversed(3, 1, Verdicts(), LognormalSeconds(1.0, 0.8))
     assert len({bar.seconds for bar in result.bars if bar.name == "speak"}) == 3
 

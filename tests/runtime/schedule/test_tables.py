@@ -1,4 +1,4 @@
-"""What is looked up of a graph and a plan, and which plans and rules cannot work."""
+"""What tables derive from a graph and a plan, and which plans and rules are refused."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def test_steps_know_what_they_read_and_who_reads_them() -> None:
     assert steps["update"].groups == ("generate", "advantage")
     assert steps["update"].carried == steps["update"].makes == ("policy",)
     assert steps["update"].publishes == ("policy>generator",)
-    # Who reads a carried value comes before who donates it.
+    # Readers of a carried value come before the node that donates it.
     steps = tables(actor_critic()).steps
     assert steps["update_critic"].after == steps["update_critic"].updates == ("targets",)
     assert "reference" not in steps["refer"].carried
@@ -99,7 +99,7 @@ def test_an_update_that_takes_turns_with_its_generator_takes_the_batch_whole(lag
     pools = place(made).pools
 
     def on(rank: Rank) -> Plan:
-        """All on one device, but for the generator."""
+        """Return the plan with the generator on `rank`, and all else on the first one."""
         return Plan(
             tuple(
                 replace(p, replicas=(replace(p.replicas[0], ranks=(rank if p.name == "generator" else ranks[0],)),))
@@ -112,7 +112,7 @@ def test_an_update_that_takes_turns_with_its_generator_takes_the_batch_whole(lag
 
 
 def program(lag: int, *nodes: Node, every: int = 1) -> Graph:
-    """Groups are generated, then go through `nodes`; the last one's output is learnt from."""
+    """Groups are generated and pass through `nodes`; the update reads the last one's output."""
     sent = broadcast("broadcast", "policy", lag, every=every)
     made = [sent, call("generate", ["prompts", "broadcast"], "generator"), *nodes]
     learn = call("update", ["policy", made[-1].name], "trainer", "update")
@@ -120,7 +120,7 @@ def program(lag: int, *nodes: Node, every: int = 1) -> Graph:
 
 
 def delayed(lag: int) -> Graph:
-    """What is generated from reads the policy as it was `lag` updates before; its weights are up to 2 updates old."""
+    """Generation depends on the policy of `lag` updates before; its weights are up to 2 updates old."""
     past = delay("past", "policy", lag), call("choose", ["prompts", "past"], "trainer")
     made = [*past, broadcast("broadcast", "policy", 2), call("generate", ["choose", "broadcast"], "generator")]
     learn = call("update", ["policy", "generate"], "trainer", "update")
@@ -149,7 +149,7 @@ COMPARED = program(2, delay("past", "policy", 0), call("compare", ["generate", "
         ),
         (delayed(1), "pinned", "given choose, which reads 'policy' with a delay of 1 before weights are read w"),
         (delayed(2), "pinned", ""),
-        (COMPARED, "pinned", ""),  # it reads what is delayed after the weights
+        (COMPARED, "pinned", ""),  # it reads the delayed value after the weights
         (delayed(1), "replace", "given choose, which reads 'policy' delayed; needed no delay, which is exact"),
         (aipo(), "replace", ""),
         (delayed(2), "ready", "given choose, which reads 'policy' delayed; needed no delay"),

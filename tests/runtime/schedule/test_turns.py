@@ -1,4 +1,4 @@
-"""Turns: two steps that alternate on a group, in one bounded cycle."""
+"""Turns: two nodes that alternate on a group, in one bounded cycle."""
 
 from random import Random
 
@@ -26,7 +26,7 @@ def talking(turns: int = 3, lag: int = 1, *more: Node) -> Graph:
 
 
 def with_its_own(turns: int = 3) -> Graph:
-    """The node that answers reads what another node makes, other weights, and what it made in the turn before."""
+    """The node that answers reads another node's output, other weights, and its own output of the previous turn."""
     nodes = (
         broadcast("broadcast", "policy", 1),
         broadcast("frozen", "judge", 0, "environment"),
@@ -43,7 +43,7 @@ def talked(made: Graph, rules: Rules | None = None, again: float = 1.0, replicas
 
 
 def said(world: World, kind: type[Fire] | type[CommitTurn] = Fire) -> list[Firing]:
-    """What is said of the first group's turns."""
+    """The firings in commands about the first group's turns."""
     asked = [c.firing for told in world.told for c in told if isinstance(c, Fire | CommitTurn) and isinstance(c, kind)]
     return [firing for firing in asked if firing.node in (SPEAK, ANSWER) and firing.index == 0]
 
@@ -115,7 +115,7 @@ def test_a_group_in_the_middle_of_its_turns_starts_again_after_a_resume() -> Non
     resumed = made.stop()
     resumed.end()
     assert said(resumed) == THREE
-    # A checkpoint by itself does not end the turns under way.
+    # A checkpoint that is not final does not end the turns in progress.
     made = talked(talking(turns=3), Rules(batch=1, end=2))
     made.until_fired(SPEAK, 0, 1)
     made.feed(Checkpoint())

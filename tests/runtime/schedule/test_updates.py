@@ -1,4 +1,4 @@
-"""Slower clocks, steps that no update waits for, and checkpoints between updates."""
+"""Slower clocks, nodes that no update waits for, and checkpoints between updates."""
 
 import json
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ def beside(*nodes: Node, lag: int = 1) -> Graph:
 
 
 def watched(lag: int, every: int = 1, stateful: bool = False) -> Graph:
-    """`aipo` with a step off the critical path."""
+    """`aipo` with a node off the critical path."""
     mine = broadcast("mine", "policy", lag, "evaluator")
     return beside(mine, call("watch", ["mine"], "evaluator", "update", stateful, every))
 
 
 def averaged(every: int) -> Graph:
-    """A second carried value that changes at some updates only, from a value that is made then, and that is sent."""
+    """A second carried value that is sent; it changes at some updates only, by a value made in these."""
     nodes = (
         broadcast("broadcast", "policy", 1),
         broadcast("averages", "average", 0, "scorer"),
@@ -133,7 +133,7 @@ def test_a_part_fires_as_soon_as_its_groups_and_those_before_them_are_finished()
     made = world(aipo(lag=0, accumulate=2), Rules(batch=4, end=2))
     made.until_fired("generate", 3)
     made.exhaust(but="node='generate', index=1")
-    assert parts_of(made) == []  # groups 2 and 3 are finished, but they are the second part's
+    assert parts_of(made) == []  # groups 2 and 3 are finished, but belong to the second part
     made.step(made.at("generate", 1))
     made.exhaust(but="node='generate', index=1")
     assert parts_of(made)[:2] == [(0, 0, (0, 1)), (0, 1, (2, 3))]
@@ -169,7 +169,7 @@ def test_parts_take_what_is_ready_as_long_as_all_others_can_be_in_time() -> None
     made = world(aipo(lag=1, accumulate=1), Rules(batch=2, end=4, order="ready"), capacity=8)
     made.until_fired("generate", 0)
     made.exhaust(but="node='generate', index=0")
-    # With weights of version 0 group 0 must be in update 1, which keeps a place for it.
+    # Group 0 uses version 0, so that it must be in update 1, which keeps a place for it.
     assert [groups for _, _, groups in parts_of(made)] == [(1,), (2,), (3,)]
     made.end()
     assert made.checker.books.consumed[0] == 1
@@ -180,7 +180,7 @@ def test_parts_take_what_is_ready_as_long_as_all_others_can_be_in_time() -> None
 def test_a_checkpoint_falls_between_parts_and_a_run_that_resumes_begins_with_the_first(final: bool) -> None:
     made = world(aipo(lag=0, accumulate=2), Rules(batch=4, end=2))
     made.until(lambda c: isinstance(c, Fire) and c.firing == Firing("update", 0), but=["node='generate', index=3"])
-    assert not [c for c in made.feed(Checkpoint(final)) if isinstance(c, Save)]  # not under a part
+    assert not [c for c in made.feed(Checkpoint(final)) if isinstance(c, Save)]  # not during a part
     found = made.step(next(e for e in made.pending if "node='update'" in str(e)))
     assert len([c for c in found if isinstance(c, Save)]) == 3
     made.until(lambda c: isinstance(c, Commit), but=["node='generate', index=3"])
@@ -189,7 +189,7 @@ def test_a_checkpoint_falls_between_parts_and_a_run_that_resumes_begins_with_the
     resumed = made.resumed()
     resumed.end()
     assert parts_of(resumed)[:2] == [(0, 0, (0, 1)), (0, 1, (2, 3))]
-    if not final:  # the run itself goes on where it was
+    if not final:  # the run itself continues where it was
         made.end()
         assert parts_of(made)[:2] == [(0, 0, (0, 1)), (0, 1, (2, 3))]
 
@@ -205,14 +205,14 @@ def test_steps_that_take_their_batch_whole_wait_beside_one_in_parts() -> None:
     made.end()
     of_first = [(c.firing.node, c.firing.segment) for told in made.told for c in told if isinstance(c, Fire)]
     order = [each for each in of_first if each[0] in ("measure", "update", "learn")][:7]
-    # It reads the policy that the last part changes.
+    # `measure` reads the policy that the last part changes.
     assert order.index(("measure", 0)) < order.index(("update", 3))
     assert order.index(("update", 0)) < order.index(("measure", 0))
     assert {parts for parts in parts_of(made, "learn") if parts[0] == 0} == {(0, 0, (0, 1)), (0, 1, (2, 3))}
 
 
 def test_a_version_is_copied_aside_under_any_part_but_the_one_that_donates_it() -> None:
-    """On a trainer with room for both: when an earlier version arrives late, the snapshot is free."""
+    """The trainer has room for both. The snapshot becomes free when an earlier version arrives late."""
     for part in range(2):
         made, rules = aipo(lag=3, accumulate=1), Rules(batch=2, end=6)
         run = World(Setting(made, place(made, capacity={"trainer": 2, "generator": 16}), rules))
@@ -239,7 +239,7 @@ def test_updates_do_not_wait_for_a_step_that_trails() -> None:
     made = world(watched(lag=8), Rules(batch=1, end=6))
     made.exhaust(but="watch")
     assert (made.indices("update"), made.indices("watch"), made.finish) == (list(range(6)), [0], None)
-    # Stopped after the last update, the run goes on with what it is behind with.
+    # Stopped after the last update, a resumed run still fires the trailing node.
     resumed = made.stop(but=["watch"])
     assert resumed.scheduler.update == 6
     for each in (made, resumed) if made.finish is None else (resumed,):
@@ -272,7 +272,7 @@ def test_a_final_checkpoint_lets_the_update_in_flight_finish_and_starts_nothing_
     made = world(aipo(lag=1), Rules(batch=2, end=9))
     made.until_fired("update", 0)
     assert made.feed(Checkpoint(final=True)) == []
-    made.feed(Checkpoint())  # turns nothing back
+    made.feed(Checkpoint())  # a checkpoint that is not final does not cancel the final one
     made.until(lambda c: isinstance(c, Save))
     made.end("stopped")
     assert made.commit is not None
@@ -382,7 +382,7 @@ def test_a_final_cut_is_written_only_if_it_has_more_in_it_than_the_newest_checkp
     assert opened != []
 
     def resumed(complete: dict[str, object] | None) -> World:
-        """The run goes on from the commit, with its sources read and its weights published, and nothing more."""
+        """The run resumed from the commit, after only its sources were read and its weights published."""
         again = made.resumed()
         again.scheduler.complete = complete
         while found := [event for event in again.pending if "prompts" in str(event) or ">" in str(event)]:

@@ -1,4 +1,4 @@
-"""A world for the scheduler: ranks that answer in any order, fail, drop groups and are stopped, under the checker."""
+"""A scheduler with fake ranks that answer in any order, fail, drop groups and are stopped, under the checker."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -46,8 +46,8 @@ class Setting:
     """What is run, and how its ranks behave.
 
     `fails`, `drops`, `again` and `pauses` map nodes to probabilities; a group's verdict is the same in every life.
-    Answers that name something in `slow` (a node, a replica or a channel) come late. `loses`: how probable it is that a
-    replica is lost in place of an answer, where the rules allow that, and that an update then cannot read what it had.
+    Answers that name something in `slow` (a node, replica or channel) come late. `loses` is the probability that a
+    replica is lost instead of an answer, if the rules allow it; an update may then be unable to read its values.
     """
 
     graph: Graph
@@ -62,7 +62,7 @@ class Setting:
 
 
 class World:
-    """One scheduler with its ranks. `heard` are the events so far, `told` the commands that followed each, `pending`
+    """One scheduler with its ranks. `heard` are the events so far, `told` the commands after each event, and `pending`
     the answers to come."""
 
     def __init__(
@@ -87,7 +87,7 @@ class World:
         self.feed(Begin())
 
     def feed(self, event: Event) -> list[Command]:
-        """Give the scheduler an event; what its commands ask of ranks becomes `pending` answers."""
+        """Handle an event; the answers that its commands ask for become `pending`."""
         commands = list(self.scheduler.handle(event))
         self.idle |= self.states.changed()
         loads = self.scheduler.load.items()
@@ -110,7 +110,7 @@ class World:
         return commands
 
     def _settled(self, event: Event) -> None:
-        """After some events the scheduler looks at a part of what there is: a look at everything finds nothing more."""
+        """After some events the scheduler looks at only a part of its state: a full pass must find nothing more."""
         state = self.scheduler
         if not state.ended:
             before, state.out = (state.update, state.taken, state.ledger.next), []
@@ -123,10 +123,10 @@ class World:
     # What ranks do ----------------------------------------------------------------------------------------
 
     def step(self, event: Answer | Copied | None = None) -> list[Command]:
-        """Let a rank answer, the first one asked by default, with the verdict of its group."""
+        """Let a rank answer (by default the first question), with the verdict of its group."""
         event = event or self.pending[0]
         self.pending.remove(event)
-        # A rank that has written its part at once does not say that it has copied it.
+        # A rank that has written its part at once does not report the copy.
         if isinstance(event, Saved) and (copied := Copied(event.update, event.replica, event.rank)) in self.pending:
             self.pending.remove(copied)
         if isinstance(event, Done) and event.firing in self.blind:
@@ -142,25 +142,25 @@ class World:
         return self.feed(event)
 
     def at(self, node: str, index: int, turn: int = 0) -> Done:
-        """The pending answer that a firing is done; its first rank's."""
+        """The pending answer of a firing's first rank that it is done."""
         firing = Firing(node, index, turn)
         return next(event for event in self.pending if isinstance(event, Done) and event.firing == firing)
 
     @property
     def losable(self) -> list[str]:
-        """The replicas that are there and may be lost."""
+        """The present replicas that may be lost."""
         if self.setting.rules.lost_replica == "stop":
             return []
         pools = [pool for pool, why in self.tables.fixed_pools.items() if not why]
         return [r.name for pool in pools for r in self.scheduler.present[pool]]
 
     def lose(self, replica: str) -> list[Command]:
-        """A replica dies, with the answers that it had to give."""
+        """A replica dies; its pending answers never come."""
         self.pending = [event for event in self.pending if event.replica != replica]
         return self.feed(ReplicaLost(replica, "killed"))
 
     def unreadable(self) -> list[Firing]:
-        """The firings of updates that may find a value gone, of which no rank has answered yet."""
+        """The firings of updates that may find a value gone, and that no rank has answered yet."""
         own, found = self.tables, []
         for firing, replica in self.scheduler.running.items():
             step, ranks = own.steps[firing.node], len(own.replicas[replica].ranks)
@@ -183,7 +183,7 @@ class World:
         return self.feed(Failed(event.firing, event.replica, event.rank, f"{event.firing} raised"))
 
     def run(self, rng: Random, steps: int = 10**6) -> None:
-        """Answers in random order until the end, or for so many steps; any may be late, fail, or drop its group."""
+        """Answer in random order to the end, or `steps` times; answers may be late, fail, or drop their groups."""
         while self.finish is None and steps:
             steps -= 1
             if self.losable and rng.random() < self.setting.loses:
@@ -202,31 +202,31 @@ class World:
                 self.step(event)
 
     def until(self, until: Callable[[Command], bool], but: Sequence[str] = ()) -> Command:
-        """Answers in the order in which they were asked, those that name one of `but` kept back, until a command."""
+        """Answer in order, holding back answers that contain one of `but`, until a command; return it."""
         while True:
             event = next(event for event in self.pending if not any(name in str(event) for name in but))
             if found := [command for command in self.step(event) if until(command)]:
                 return found[0]
 
     def until_fired(self, node: str, index: int, turn: int = 0, but: Sequence[str] = ()) -> Done:
-        """The same until a firing is asked for. Returns its pending answer."""
+        """Answer likewise until a firing is asked for; return its pending answer."""
         self.until(lambda command: isinstance(command, Fire) and command.firing == Firing(node, index, turn), but)
         return self.at(node, index, turn)
 
     def exhaust(self, but: str) -> None:
-        """Answers in order until only those that name `but` are left."""
+        """Answer in order until all pending answers contain `but`."""
         while others := [event for event in self.pending if but not in str(event)]:
             self.step(others[0])
 
     def end(self, status: str = "done", rng: Random | None = None) -> Finish:
-        """Answers to the end, which has a status."""
+        """Answer to the end, and check its status."""
         self.run(rng or Random(0))
         assert self.finish is not None
         assert self.finish.status == status, self.finish
         return self.finish
 
     def stop(self, but: Sequence[str] = ()) -> "World":
-        """A final checkpoint ends the run. Returns the one that goes on from it."""
+        """End the run by a final checkpoint, and return the one that resumes from it."""
         self.feed(Checkpoint(final=True))
         if self.commit is None:
             self.until(lambda command: isinstance(command, Commit), but)
@@ -234,7 +234,7 @@ class World:
         return self.resumed()
 
     def resumed(self) -> "World":
-        """A new world from the last committed cut, through JSON, or as this one was begun if there is none."""
+        """Return a new world from the last committed cut, through JSON; without a cut, begin as this one did."""
         if self.commit is None:
             return World(self.setting, self.cut, self.lineage)
         return World(self.setting, json.loads(self.commit.state), self.checker.committed)
@@ -255,7 +255,7 @@ class World:
         return [c.version for told in self.told for c in told if isinstance(c, Publish) and c.channel == channel]
 
     def versions(self, node: str = "generate") -> dict[int, int]:
-        """The version that each group was started with."""
+        """The version with which each group was started."""
         return {ordinal: v for (ordinal, name, *_), v in self.checker.books.versions.items() if name == node}
 
     @property
@@ -280,6 +280,6 @@ def world(
     ranks: int = 1,
     **verdicts: Mapping[str, float],
 ) -> World:
-    """`replicas` of the generator, and of the pool in which an environment answers."""
+    """A world with this many replicas of the generator and of the pool of an environment."""
     plan = place(graph, {"generator": replicas, "environment": replicas}, {"generator": capacity}, ranks)
     return World(Setting(graph, plan, rules, **verdicts))  # type: ignore[arg-type]
