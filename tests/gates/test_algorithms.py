@@ -1,8 +1,8 @@
 """Every algorithm of the library runs, and makes the demo's base better in a short run.
 
-The base solves about half of the problems. In the last four of twenty updates, MARGIN more must be solved than in the
-first two; they gain 0.3 to 0.4. Each update takes 32 prompts: with 16 the rate is on the brink for some (of four
-seeds, GRPO fell back to 0.3 in one).
+The base solves about half of the problems. The share of solved problems in the last four of twenty updates must exceed
+that in the first two by MARGIN; it grows by 0.3 to 0.4. Each update takes 32 prompts: with 16 the learning rate is at
+the limit for some algorithms (with one of four seeds, GRPO fell back to 0.3).
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ from .running import assert_all_consumed, make_run, model_flags, rows, run_here,
 pytestmark = pytest.mark.timeout(400)
 MARGIN, UPDATES = 0.2, 20
 TWO_CORES = Cluster(hosts=(Host(name="local", cores=2),))
-# Programs that no policy samples in, or that need a directory of another model: their own tests run them.
+# Programs in which no policy samples, or that need a directory of another model. Tests of their own run them.
 ELSEWHERE = {"sft", "tool_sft", "evaluate", "toy", "rlhf", "distill", "tool_use", "reward_model"}
 NAMES = [m.name for m in iter_modules(penstock.programs.__path__) if m.name not in ELSEWHERE]
 TINY = model_flags(updates=2, drops=500)
@@ -45,7 +45,7 @@ TOOL = RunOptions(updates=12, batch=8, max_tokens=24, slots=64, data="calculator
 
 
 def tiny(path: Path, name: str, lag: int) -> Path:
-    """A run with small options, of those that the program has."""
+    """Make a run with small values of the options that the program has."""
     program = load(name)
     assert isinstance(program, Program)
     has = {flag.name for flag in program.flags}
@@ -58,7 +58,7 @@ def test_the_list_is_that_of_the_folder() -> None:
 
 
 @pytest.mark.slow
-# The untrained model solves too few problems for a group of DAPO to be kept.
+# The untrained model solves too few problems for DAPO to keep a group.
 @pytest.mark.parametrize(
     ("name", "lag"), [("grpo", 0), ("ppo", 0), ("guessing", 0), *((name, 2) for name in NAMES if name != "dapo")]
 )
@@ -71,7 +71,7 @@ def test_an_algorithm_runs(tmp_path: Path, name: str, lag: int) -> None:
 
 @pytest.mark.slow
 def test_the_greedy_baseline_of_remax_is_reported_apart(tmp_path: Path) -> None:
-    """Its responses are one to a prompt, so the mean of their rewards is 0, a half or 1 for two prompts."""
+    """There is one greedy response per prompt, so the mean reward of two prompts is 0, 0.5 or 1."""
     for row in rows(run_here(tiny(tmp_path / "r", "remax", 0))):
         assert row["score_2.reward_mean"] in (0.0, 0.5, 1.0)
         assert row["reward_mean"] * 8 == int(row["reward_mean"] * 8)
@@ -91,7 +91,7 @@ def assert_grows(run: Path, figure: str = "reward_mean", margin: float = MARGIN,
 
 @pytest.fixture(scope="module")
 def base() -> str:
-    """The base model of the demo, which is built once and kept in the user's cache."""
+    """Return the demo's base model, which is built once and kept in the user's cache."""
     return str(base_model("", lambda line: None))
 
 
@@ -112,7 +112,7 @@ def base() -> str:
         ("sequence_weighting", {}),
         ("decoupled_ppo", {"lr": 1e-4}),
         ("remax", {}),
-        ("vineppo", {"samples": 4}),  # its values are means over vines, not over these
+        ("vineppo", {"samples": 4}),  # its values are means over vines, not over samples
     ],
 )
 def test_an_algorithm_makes_the_base_better(program: str, options: dict[str, Any], base: str, tmp_path: Path) -> None:
@@ -124,21 +124,22 @@ def test_an_algorithm_makes_the_base_better(program: str, options: dict[str, Any
 
 @pytest.mark.slow
 def test_an_untrained_policy_learns_to_guess(tmp_path: Path) -> None:
-    """It guesses right in a fifth of its games at first; at the end in a tenth more of all at least."""
+    """At first it guesses right in a fifth of its games. At the end the share is larger by at least 0.1."""
     flags = RunOptions(updates=32, batch=16, max_tokens=1, slots=256)
     assert_grows(run_here(make_run(tmp_path / "run", "guessing", {"lag": 0}, flags)), margin=0.1, first=8, last=8)
 
 
 @pytest.mark.slow
 def test_a_policy_that_seldom_calls_a_tool_learns_to_call_it(tmp_path: Path) -> None:
-    """The base solves less than half; calling more often solves a tenth more of all at least."""
-    # It takes longer to make than the run that starts from it: a group of 32 is enough for an update, but fewer updates
-    # make one that solves too little (of two seeds, 600 did in one).
+    """The base solves less than half of the problems. With more calls the share grows by at least 0.1."""
+    # The base takes longer to make than the run that starts from it. One group of 32 is enough for an update, but after
+    # fewer updates the base solves too little (after 600, with one of two seeds).
     taught = run_here(make_run(tmp_path / "base", "tool_sft", {}, replace(TOOL, updates=800, batch=1)))
     cut = latest_checkpoint(RunFolder.open(taught))
     assert cut is not None
     tool = replace(TOOL, model=str(cut.folder / "policy"))
-    # The mean of four updates is off by 0.06: in twelve the tenth was within chance (of four seeds, 0.18 to 0.5 in 24).
+    # The mean of four updates has an error of 0.06: after twelve, a gain of 0.1 could be chance. After 24, four seeds
+    # have gained 0.18 to 0.5.
     run = run_here(make_run(tmp_path / "run", "tool_use", {"lag": 0}, replace(tool, updates=24)))
     for figure in ("reward_mean", "tool_calls"):
         assert_grows(run, figure, margin=0.1, first=4, last=12)
@@ -146,7 +147,7 @@ def test_a_policy_that_seldom_calls_a_tool_learns_to_call_it(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_the_tool_runs_in_a_pool_of_its_own_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Of an untrained policy no turn has a call; that every process and segment is gone `run_to_end` sees."""
+    """An untrained policy makes no call. `run_to_end` asserts that no process or segment is left."""
     flags = replace(TOOL, updates=2, batch=2, slots=16)
     run = run_to_end(make_run(tmp_path / "run", "tool_use", {"samples": 2}, flags))
     assert len(rows(run)) == 2

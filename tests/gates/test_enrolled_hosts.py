@@ -1,5 +1,5 @@
-"""Runs on agents that nobody has named beforehand, over hosts in network namespaces: what a ticket opens, what it does
-not, and which connection is named where a network lets nothing through.
+"""Runs on agents that are not named in advance, over hosts in network namespaces: which agents a ticket admits, which
+it does not, and which connection is named when a network blocks it.
 """
 
 import json
@@ -65,7 +65,7 @@ class Opened:
         return [self.commands.agent(host, self.ticket) for host in hosts]
 
     def wait(self, status: int = 0) -> str:
-        """Until the launcher ends, with this status; what it said."""
+        """Wait until the launcher ends with this status, and return its stderr."""
         found, said = ended(self.launcher)
         assert found == status, said
         return said
@@ -89,7 +89,7 @@ def test_three_hosts_with_a_ticket_have_the_bits_of_one_and_whoever_has_none_is_
         path.mkdir()
     ticket = {name: private / f"{name}.json" for name in ("public", "token", "old", "other", "unshared")}
     command = (*on_agents(network, len(HOSTS), port), *amounts(UPDATES))
-    # A start of the run that ends before its agents come, and leaves its ticket to one that kept a copy.
+    # A launch that ends before its agents come. One agent keeps a copy of its ticket.
     with opened(network, folder, *TOY, *command) as first:
         Ticket.read(first.ticket).write(ticket["old"])
         terminate(first.launcher)
@@ -115,7 +115,7 @@ def test_three_hosts_with_a_ticket_have_the_bits_of_one_and_whoever_has_none_is_
             (agent("c", ticket["other"]), "an old ticket, or another run's"),
             (agent("c", ticket["unshared"], hidden=(folder.parent,)), f"given no {folder} here"),
             (agent("c", run.ticket, path=torch.parent), "given torch 1.0.0, needed "),
-            # 3600 s, and as many as it takes to be heard.
+            # 3600 s, and the seconds until the request arrives.
             (agent("b", run.ticket, before=late), "given a clock that is 36"),
             (agent("c", run.ticket, before=other), "given Penstock 9.9.9 here, needed "),
         ]
@@ -126,7 +126,7 @@ def test_three_hosts_with_a_ticket_have_the_bits_of_one_and_whoever_has_none_is_
         agents = run.join(*HOSTS)
         told = run.wait()
         assert [(status, "left" in said) for status, said in map(ended, agents)] == [(0, False)] * len(HOSTS)
-    # What is on the user's screen: who was refused, and why.
+    # The user's terminal shows who was refused, and why.
     for _, said in [strangers[index] for index in (1, 4, 5, 6)]:
         assert said in told
     assert "given Penstock 9.9.9, needed" in told
@@ -138,7 +138,7 @@ def test_three_hosts_with_a_ticket_have_the_bits_of_one_and_whoever_has_none_is_
 
 
 def test_agents_that_a_firewall_keeps_apart_are_told_before_a_rank_is_started(network: Network, tmp_path: Path) -> None:
-    # So neither gets an answer of the other.
+    # So neither host gets an answer from the other.
     network.close("b", "1024-65534", sender="c")
     folder = tmp_path / "r"
     with opened(network, folder, *TOY, *on_agents(network, len(HOSTS), 7000), *amounts(UPDATES)) as run:
@@ -177,7 +177,7 @@ def test_a_port_of_the_launcher_that_a_firewall_closes_is_named_with_the_host_th
 
 
 def public(process: int) -> str:
-    """What other users of a host see of a process, and its environment."""
+    """Return what other users of a host see of a process, and its environment."""
     found = ""
     for name in ("cmdline", "environ"):
         with suppress(OSError):  # it has ended

@@ -1,4 +1,4 @@
-"""Environments in whole runs: a slow one stalls nothing within the lag, one that hangs gives its group its fate."""
+"""Environments in whole runs: a slow one stalls nothing within the lag; if one hangs, its group fails."""
 
 import warnings
 from pathlib import Path
@@ -55,7 +55,7 @@ def run(folder: Path, processes: bool) -> Path:
 
 
 def done(folder: Path) -> list[Firing]:
-    """The firings of the run in the order in which they were done."""
+    """Return the firings of the run in the order in which they ended."""
     stages = [stage for segment in read_log(folder / "events.log") for stage in segment.stages]
     events = [read_record(step.event) for stage in stages if stage.facts["stage"] == "train" for step in stage.steps]
     return [event.firing for event in events if isinstance(event, Done)]
@@ -63,7 +63,7 @@ def done(folder: Path) -> list[Firing]:
 
 @PROCESSES
 def test_a_slow_environment_stalls_nothing_within_the_lag(tmp_path: Path, processes: bool) -> None:
-    """Group 4's first reply lasts until all other groups that a lag of three lets start are through their turns."""
+    """The first reply to group 4 comes only when all other groups that a lag of 3 admits have ended their turns."""
     lag, slow = 3, 4
     others = (slow // BATCH + lag + 1) * BATCH - 1
     options = {"folder": marks(tmp_path), "slow": slow, "others": others, "lag": lag}
@@ -88,14 +88,14 @@ def test_a_group_whose_environment_hangs_fails_and_the_run_goes_on(tmp_path: Pat
     assert_all_consumed(folder, UPDATES * BATCH, failed=1)
     assert [row["groups"] for row in rows(folder)] == [BATCH] * UPDATES
     assert Firing("shop", 5, 0) in done(folder)
-    assert Firing("seen", 5) not in done(folder)  # it has no reward, and none of zero
+    assert Firing("seen", 5) not in done(folder)  # it has no reward, not even zero
     assert how == "loop" or rows(folder)[-1]["abandoned"] > 0
     assert replayed(folder)[0].outcomes["failed"] == 1
 
 
 @PROCESSES
 def test_an_environment_that_hangs_stops_the_run_by_name(tmp_path: Path, processes: bool) -> None:
-    # Group 3 is of the second update, and without a lag begins after the first.
+    # Group 3 belongs to the second update; at lag 0 it begins after the first one.
     options = {"folder": marks(tmp_path), "hangs": 3, "deadline": DEADLINE_S, "lag": 0}
     folder = prepared(tmp_path, "r", "shopping", options)
     if processes:
@@ -105,7 +105,7 @@ def test_an_environment_that_hangs_stops_the_run_by_name(tmp_path: Path, process
     error = summary(folder)["error"]
     assert "shop[3.1] on environment/0 rank 0" in error
     assert "OverdueError: shop[3.1]: given no reply within 3 s, needed one (deadline=3)" in error
-    assert "in hang" in error  # and the line at which it is
+    assert "in hang" in error  # the error has the line at which it hangs
     assert len(rows(folder)) == 1
 
 
@@ -144,7 +144,7 @@ def test_a_warning_of_a_node_is_told_once_in_the_terminal_the_summary_and_the_re
 
 @PROCESSES
 def test_a_server_that_is_asked_for_rewards_holds_up_no_other_group(tmp_path: Path, processes: bool) -> None:
-    """Its first answer waits until all other groups that the lag lets start have been asked about."""
+    """The server's first answer waits until it was asked about all other groups that the lag admits."""
     lag, samples = 1, 4
     others = (lag + 1) * BATCH - 1
     late = Event()

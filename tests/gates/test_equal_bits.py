@@ -1,7 +1,7 @@
 """A run has the bits of a plain loop, however it is run: with processes or without, with one generator or several, on a
-mesh, with weights along a chain, in int8, or with a state that leaves its device between updates.
+mesh, with weights along a chain, in int8, or with a state that is offloaded between updates.
 
-At lag 0 that is so by itself, at any other lag with pinned versions, whatever the timing.
+At lag 0 this holds always; at any other lag it holds with pinned versions, whatever the timing.
 """
 
 import json
@@ -61,7 +61,7 @@ LAGS = pytest.mark.parametrize("lag", [0, 2])
 
 
 def at_lag(flags: RunOptions, lag: int) -> RunOptions:
-    """At lag 0 there is but one version to use; at another lag it has to be pinned."""
+    """Pin versions unless the lag is 0, at which there is only one version to use."""
     return replace(flags, versions="pinned" if lag else "free")
 
 
@@ -81,7 +81,7 @@ def real_loop(lag: int) -> list[dict[str, Tensor]]:
 
 
 def test_every_update_of_the_plain_loop_changes_every_weight() -> None:
-    """What the runs below are compared with is worth comparing with."""
+    """Else the comparisons below would show little."""
     states = real_loop(lag=0)
     names = [name for name in states[0] if name.startswith("master.")]
     for before, after in pairwise(states):
@@ -104,7 +104,7 @@ def test_toy_in_processes(tmp_path: Path, lag: int) -> None:
 
 @pytest.mark.slow
 def test_toy_on_meshes_is_toy_to_the_bit(tmp_path: Path) -> None:
-    """Nodes that know nothing of ranks do the same on each, in step: streams too, whenever their orders arrive."""
+    """Nodes that do not know of ranks do the same on each, in step; so do streams, whenever their commands arrive."""
     run = run_to_end(toy(tmp_path / "r", 2, generators=2, meshes=("trainer=dp2", "generator=tp2")))
     assert [row["lag_max"] for row in rows(run)] == [min(2, update) for update in range(UPDATES)]
     assert_equal_bits(final_state(run, UPDATES), toy_loop(UPDATES, TOY.batch, lag=2))
@@ -140,7 +140,7 @@ def test_updates_in_parts_have_the_same_bits_in_one_process_and_in_several(tmp_p
             assert {ours[name] == theirs[name] for name in ("loss", "grad_norm", "tokens", "lag_max", "ess")} == {True}
     whole = rows(run_here(digits(tmp_path / "whole", lag, PARTED)))[0]
     first = rows(apart)[0]
-    # With equal weights they differ by rounding alone.
+    # The first update begins with equal weights, so the figures differ only by rounding.
     assert all(first[name] == pytest.approx(whole[name], rel=1e-4) for name in ("loss", "grad_norm", "kl", "entropy"))
     assert {name: whole[name] for name in ("tokens", "groups")} == {name: first[name] for name in ("tokens", "groups")}
 
@@ -168,7 +168,7 @@ def test_responses_in_segments_are_the_same_bits_in_processes(tmp_path: Path) ->
 
 @LAGS
 def test_what_goes_on_from_prefixes_is_the_same_bits_however_it_is_run(tmp_path: Path, lag: int) -> None:
-    """In one process; with processes, two generators and segments."""
+    """Compare one process with several processes, two generators and segments."""
     options = {"lag": lag, **LEARNING}
     alone, spread = (
         make_run(tmp_path / name, f"{FAULTS}branches", options, at_lag(flags, lag), generators=count)
@@ -191,7 +191,7 @@ def ordered(path: Path, on: bool = True, **options: Any) -> Path:
 
 @pytest.fixture
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a run in this process asks of PyTorch ends with the test."""
+    """Undo at the end of the test what a run in this process has set in PyTorch."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     with torch.backends.cudnn.flags(benchmark=False):
         yield
@@ -221,13 +221,13 @@ def test_an_operation_without_an_order_ends_a_deterministic_run(tmp_path: Path) 
 
 
 def test_the_program_aipo_itself(tmp_path: Path) -> None:
-    """With a seed with which the untrained model solves a problem by chance, so that the weights move."""
+    """Use a seed with which the untrained model solves a problem by chance, so that the weights change."""
 
     def loop(seed: int) -> list[dict[str, Tensor]]:
         context = Context(seed=seed, data="arithmetic", max_tokens=6, batch=4, updates=2, slots=64)
         return aipo_loop(context, math_answer, samples=32, lr=LR)
 
-    # On the machines that were tried it is 9.
+    # It was 9 on all machines so far.
     loops = ((seed, loop(seed)) for seed in (9, *range(30)))
     moved = ((seed, s) for seed, s in loops if any(not torch.equal(s[0][name], s[-1][name]) for name in s[0]))
     seed, states = next(moved)
@@ -249,7 +249,7 @@ def test_conversations_are_the_same_bits_with_processes_as_without(tmp_path: Pat
 
 @pytest.mark.slow
 def test_aipo_in_int8_keeps_its_ratios_near_one_and_is_the_same_in_one_process(tmp_path: Path) -> None:
-    """At lag 0 the ratio of a token is that of its floats to its quantised weights, and nothing else."""
+    """At lag 0 only quantisation makes the ratio of a token differ from one."""
     flags = model_flags(updates=4, batch=4, max_tokens=8, wire="int8")
     runs = [digits(tmp_path / name, flags=flags) for name in ("processes", "here")]
     assert_equal_bits(final_state(run_to_end(runs[0]), 4), final_state(run_here(runs[1]), 4))
@@ -274,7 +274,7 @@ def test_shards_of_a_trainer_are_invariant_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_has_the_same_bits_with_a_chain_and_without(tmp_path: Path) -> None:
-    """Each generator but the last passes weights on: over messages, and to agents of another host."""
+    """Each generator except the last passes weights on: by messages, or between the agents of two hosts."""
 
     def learnt(name: str, transport: Any = "auto", **cluster: Any) -> Path:
         flags = toy_flags(updates=4, batch=6, max_tokens=8, seed=3, transport=transport)
@@ -287,17 +287,17 @@ def test_a_run_has_the_same_bits_with_a_chain_and_without(tmp_path: Path) -> Non
         assert_equal_bits(final_state(run, 4), final_state(direct, 4))
 
 
-# Replicas of several ranks compute what one rank does, but for the order of sums.
+# Replicas of several ranks compute the same as one rank, except for the order of sums.
 
 
 def reads_back(folder: Path) -> dict[str, Tensor]:
-    """The exported policy, whole whatever the mesh that wrote it."""
+    """Return the weights of the exported policy. They are whole, whatever mesh wrote them."""
     model = load_model(CausalLM, folder / "checkpoints" / f"{UPDATES:08d}" / "policy")
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def assert_close(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
-    """In the 2-norm: Adam makes a whole step of a gradient that is nothing but rounding. Weights moved by a tenth."""
+    """Compare in the 2-norm: Adam makes a full step for a gradient that is only rounding. Weights have moved by 0.1."""
     assert first.keys() == second.keys()
     far = {n: float((t - second[n]).norm() / t.norm()) for n, t in first.items()}
     assert {n: distance for n, distance in far.items() if distance > 1e-4} == {}
@@ -318,7 +318,7 @@ def test_learning_on_a_mesh_is_learning_on_one_rank_within_rounding(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "ranks", "hosts"), [("trainer=fsdp3", 3, 1), ("trainer=pp2", 2, 2)])
 def test_a_run_goes_on_on_another_mesh_and_on_fewer_hosts(tmp_path: Path, mesh: str, ranks: int, hosts: int) -> None:
-    """What four ranks wrote, two take over: the optimizer too, or the weights would differ."""
+    """Fewer ranks go on from what four ranks wrote, the optimizer included: else the weights would differ."""
     meshes, more = ("trainer=fsdp2xtp2", "generator=tp2"), list[str]()
     cluster = TWO_NAMES.model_copy(update={"pools": {"trainer": ("a", "b")}}) if hosts > 1 else ONE_HOST
     moved = run_to_end(digits(tmp_path / "r", flags=replace(REAL, updates=2), meshes=meshes, cluster=cluster))
@@ -337,7 +337,7 @@ def test_a_run_goes_on_on_another_mesh_and_on_fewer_hosts(tmp_path: Path, mesh: 
 
 
 def mixture(folder: Path) -> str:
-    """The directory of an untrained mixture that says the words of arithmetic."""
+    """Save an untrained mixture of experts with the arithmetic tokenizer, and return its directory."""
     config, tokenizer = initial_model("arithmetic")
     experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     made = CausalLM(replace(config, model_type="qwen3_moe", **experts))  # type: ignore[arg-type]
@@ -358,7 +358,7 @@ def test_a_generator_with_a_share_of_the_experts_changes_no_bit_of_a_run(tmp_pat
 
 @pytest.mark.slow
 def test_experts_that_are_dealt_out_learn_within_rounding_and_go_on_on_another_mesh(tmp_path: Path) -> None:
-    """Weights go from ranks with two experts each to ranks with three, and on after a resume to one with all."""
+    """Weights go from ranks with two experts each to ranks with three, and after a resume to one with all six."""
     flags = replace(REAL, model=mixture(tmp_path / "model"))
     meshes = "trainer=ep3", "generator=ep2"
     moved = run_to_end(digits(tmp_path / "r", flags=replace(flags, updates=2), meshes=meshes))
@@ -379,7 +379,7 @@ def test_ranks_that_work_together_need_processes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_mesh_that_cannot_work_is_not_what_the_run_goes_on_with(tmp_path: Path) -> None:
-    """Three ranks cannot share four heads: it is said before anything starts."""
+    """Three ranks cannot share four heads. The resume is refused before anything starts."""
     folder = run_to_end(digits(tmp_path / "r", flags=replace(REAL, updates=2)))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
     done = penstock("resume", str(folder), "--updates", "4", "--mesh", "trainer=tp3", "--plain")
@@ -388,7 +388,7 @@ def test_a_mesh_that_cannot_work_is_not_what_the_run_goes_on_with(tmp_path: Path
     assert {path: path.read_bytes() for path in before} == before
 
 
-# A trainer whose state leaves its device between updates, and generators that release their memory.
+# A trainer whose state is offloaded between updates, and generators that release their memory.
 
 
 OFF = model_flags(updates=4, dtype="bfloat16", checkpoint_every=1, offload="off")
@@ -397,7 +397,7 @@ AVERAGED = f"{FAULTS}averaged"
 
 
 def assert_equal_runs(first: Path, second: Path) -> None:
-    """In all checkpoints that both have: an update that ends while the one before is being written has none."""
+    """Compare all checkpoints that both have. An update that ends while another checkpoint is written has none."""
     both = set.intersection(
         *({path.parent.name for path in (run / "checkpoints").glob("*/cut.json")} for run in (first, second))
     )
@@ -412,18 +412,18 @@ def assert_equal_runs(first: Path, second: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lag", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_in_one_process(tmp_path: Path, dtype: Any, lag: int) -> None:
-    """In float32 the masters are what computes, and moments alone leave."""
+    """In float32 the model computes with the master weights, so only the moments are offloaded."""
     flags = [at_lag(replace(each, dtype=dtype), lag) for each in (OFF, ON)]
     assert_equal_runs(*(run_here(make_run(tmp_path / f.offload, AVERAGED, {"lag": lag}, f)) for f in flags))
 
 
 @pytest.mark.parametrize("meshes", [(), pytest.param(("trainer=fsdp2",), marks=pytest.mark.slow)])
 def test_in_processes(tmp_path: Path, meshes: Sequence[str]) -> None:
-    """On a mesh each rank's moments leave; its masters are what computes."""
+    """On a mesh each rank offloads its moments, and computes with its master weights."""
     off, on = (make_run(tmp_path / f.offload, AVERAGED, {}, f, meshes=meshes) for f in (OFF, ON))
     assert_equal_runs(run_to_end(off) if meshes else run_here(off), run_to_end(on))
     moves = printed(on, "trainer-0-0")["offloaded"]["moves"]
-    # Of each value: away at the start, and there and back around each update; the policy once more for its average.
+    # Each value moves out at the start, and in and out at each update; the policy once more for the average.
     assert moves > 0 if meshes else moves == 2 * (1 + 2 * OFF.updates) + 2 * OFF.updates
     assert json.loads((on / "config.json").read_text())["flags"]["offload"] == "on"
 

@@ -1,6 +1,6 @@
-"""Whatever dies, stops, hangs or raises: a run ends by itself, says who it was and why, and leaves nothing behind.
+"""If a process dies, stops or hangs, or a node raises, the run ends by itself, says which and why, and leaves nothing.
 
-A node that raises is named with its group and traceback. It fails the run, or is counted as failed; never a zero.
+A node that raises is named with its group and traceback. The run fails, or the group counts as failed, never as zero.
 """
 
 import os
@@ -58,7 +58,7 @@ def controller(running: Running) -> int:
 
 
 def strike(running: Running, whom: Callable[[Running], int], number: signal.Signals) -> None:
-    """Send a process the signal, once there has been an update."""
+    """Send a process the signal after the first update."""
     running.until_update(1)
     os.kill(whom(running), number)
 
@@ -102,7 +102,7 @@ def test_a_killed_agent_ends_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_controller_ends_the_run(tmp_path: Path) -> None:
-    """It cannot write a summary: the launcher says it."""
+    """It cannot write a summary, so the launcher reports its end."""
     with Running(long_run(tmp_path / "r")) as running:
         strike(running, controller, signal.SIGKILL)
         assert running.wait() == 1
@@ -129,7 +129,7 @@ def test_a_stopped_rank_is_found_by_its_silence(
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_found_by_the_deadline_of_its_firing(tmp_path: Path) -> None:
-    # Sooner than its silence would be, and longer than others may stand still until then.
+    # Shorter than the heartbeat timeout, and longer than another process may be suspended until then.
     trouble = partial(strike, whom=rank_of("trainer"), number=signal.SIGSTOP)
     errors, found = run_to_failure(long_run(tmp_path / "r", 7.0), trouble)
     assert "trainer/0" in errors  # in an update, or as the source of a transfer
@@ -156,7 +156,7 @@ def test_a_controller_that_was_stopped_goes_on_and_blames_no_process(tmp_path: P
 def test_an_interrupt_ends_a_run_whose_trainer_hangs(tmp_path: Path, interrupts: int) -> None:
     mark = tmp_path / "mark"
     folder = make_run(tmp_path / "r", f"{FAULTS}stuck", {"mark": str(mark)}, toy_flags(updates=9, batch=2, grace=4.5))
-    # The launcher waits for longer than the run does, which has one second of its grace to say what it lacks.
+    # The launcher waits longer than the run's grace, of which the run keeps a second to report the missing checkpoint.
     with Running(folder, grace=GRACE_S) as running:
         running.until(mark.exists, "the third update began")
         for _ in range(interrupts):
@@ -169,7 +169,7 @@ def test_an_interrupt_ends_a_run_whose_trainer_hangs(tmp_path: Path, interrupts:
 @pytest.mark.slow
 @pytest.mark.parametrize(("pool", "node", "firing"), [("generator", "generate", 3), ("trainer", "update", 2)])
 def test_a_hung_node_meets_its_deadline(tmp_path: Path, pool: str, node: str, firing: int) -> None:
-    # Longer than a process may stand still that does not hang: the first one to be late is named.
+    # Longer than a process that does not hang may be suspended: the first late process is named.
     flags = toy_flags(updates=9, batch=2, deadline=12.0)
     errors, found = run_to_failure(make_run(tmp_path / "r", f"{FAULTS}hangs", {node: firing}, flags))
     assert found["cause"] == "overdue"
@@ -199,7 +199,7 @@ UPDATES, BATCH = 4, 3
             ["failing_update[1]", "FakeError: failing_update[1] was told to raise", "programs_for_gates"],
         ),
         ("faulty_reward", {"bad": 0}, ["faulty_score[0]", "in divide", "ZeroDivisionError"]),
-        # It is no node that raises.
+        # Here no node raises, but the checkpoint.
         ("spoils", {"spoil": "state"}, ["in save", "AttributeError: 'str' object"]),
     ],
 )
@@ -213,7 +213,7 @@ def test_what_raises_fails_the_run_with_its_traceback(
     assert (status, summary(folder)["status"], lines[-1]["kind"]) == ("failed", "failed", "error")
     for error in (summary(folder)["error"], lines[-1]["text"]):
         assert [words for words in said if words.rstrip(": ") not in error] == []
-    assert len(rows(folder)) < 2  # group 4 is of the second update, which never was
+    assert len(rows(folder)) < 2  # group 4 belongs to the second update, which did not end
     assert list((folder / "checkpoints").iterdir()) == []
 
 
@@ -225,7 +225,7 @@ def test_a_reward_function_that_raises_fails_the_run_with_its_traceback(tmp_path
         assert "in divide" in error
         assert "ZeroDivisionError" in error
     assert found["fates"].get("failed", 0) <= 1
-    assert len(rows(folder)) < 2  # group 5 is of the second update, which never was
+    assert len(rows(folder)) < 2  # group 5 belongs to the second update, which did not end
 
 
 @pytest.mark.slow
@@ -251,7 +251,7 @@ def test_a_group_that_is_replaced_is_counted_as_failed(tmp_path: Path, retries: 
 
 
 def faulty_steps(path: Path, options: dict[str, int], **flags: Any) -> Path:
-    """An engine one of whose steps may raise, with all groups that are in it."""
+    """Make a run whose engine raises in step `bad`, for all groups that are in it."""
     return make_run(path, f"{FAULTS}faulty_steps", options, model_flags(updates=UPDATES, batch=BATCH, **flags))
 
 

@@ -1,4 +1,4 @@
-"""A model that transformers wrote learns on GSM8K's own file, and transformers reads back what comes out."""
+"""A model that transformers wrote learns on GSM8K's own file, and transformers reads the exported model."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor 
 
 
 def write_model(folder: Path) -> None:
-    """A random Llama with a tokenizer and a chat template, as transformers saves them."""
+    """Let transformers save a random Llama with a tokenizer and a chat template."""
     with DATA.open() as file:
         texts = [json.loads(line)["question"] for _, line in zip(range(300), file, strict=False)]
     backend = tokenizers.Tokenizer(models.BPE())
@@ -70,7 +70,7 @@ def test_three_updates_on_gsm8k_from_and_to_transformers(tmp_path: Path) -> None
 
 
 def test_weights_that_have_moved_come_out_as_they_are(tmp_path: Path) -> None:
-    """No untrained model solves a problem of GSM8K: here it is rewarded for less, so that its weights change."""
+    """An untrained model solves no problem of GSM8K. Here an easier reward makes its weights change."""
     model = tmp_path / "model"
     write_model(model)
     flags = model_flags(updates=3, max_tokens=8, seed=0, model=str(model), data=str(DATA))
@@ -85,7 +85,7 @@ def test_weights_that_have_moved_come_out_as_they_are(tmp_path: Path) -> None:
 
 
 def compare(exported: Path, model: Path) -> None:
-    """The exported directory gives the same logits and tokens in transformers as here."""
+    """Assert that the exported directory gives the same logits and tokens in transformers as here."""
     theirs, ours = transformers.AutoModelForCausalLM.from_pretrained(exported), load_model(CausalLM, exported)
     tokens = torch.arange(96).view(2, 48) * 5
     with torch.no_grad():

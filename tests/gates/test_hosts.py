@@ -1,5 +1,5 @@
-"""Runs over several hosts, which have nothing in common but a network and, where a test says so, a file system. Agents
-join over TCP with CURVE; whoever else talks to the controller is counted and dropped.
+"""Runs over several hosts, which share only a network and, in some tests, a file system. Agents join over TCP with
+CURVE; the controller counts and drops messages of all others.
 """
 
 import ipaddress
@@ -62,7 +62,7 @@ def agent(join: Path) -> "subprocess.Popen[str]":
 
 
 def with_another_key(join: Path) -> Path:
-    """The same file for a key that the controller does not know."""
+    """Write a copy of the join file with a key that the controller does not know."""
     pair = Keys.make("other", "tcp://127.0.0.1:0", ["b"]).hosts["b"]
     path = join.with_name("stranger.json")
     replace(Join.read(join), public=pair.public, secret=pair.secret).write(path)
@@ -75,7 +75,7 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def listening(processes: list[psutil.Process]) -> set[str]:
-    """Every local address at which one of them can be reached from elsewhere."""
+    """Return all local addresses at which one of the processes listens."""
     found = [c for p in processes for c in p.net_connections("inet")]
     return {c.laddr.ip for c in found if c.laddr and (c.status == psutil.CONN_LISTEN or c.type == socket.SOCK_DGRAM)}
 
@@ -129,7 +129,7 @@ def test_no_process_of_a_run_listens_beyond_loopback_and_the_controller_has_no_t
         running.interrupt()
         assert running.wait() == 130
         joined.communicate(timeout=DEADLINE_S)
-    assert len(processes) == 9  # launcher, controller, two agents with what forks, three ranks
+    assert len(processes) == 9  # launcher, controller, two agents, two workers that fork, three ranks
     assert addresses != set()
     assert [ip for ip in addresses if not ipaddress.ip_address(ip).is_loopback] == []
     assert (len(ranks), len(forking)) == (3, 2)
@@ -137,7 +137,7 @@ def test_no_process_of_a_run_listens_beyond_loopback_and_the_controller_has_no_t
 
 
 def test_an_agent_of_another_host_that_dies_ends_the_run(tmp_path: Path) -> None:
-    """Nobody here is its parent: its ranks die with it, and a broken transfer or their silence tells."""
+    """No process of the run is its parent. Its ranks die with it: a broken transfer or missing heartbeats show that."""
 
     def kill_the_agent(running: Running) -> None:
         joined = agent(Path(asked_for(running, "b")["join"]))
@@ -153,7 +153,7 @@ def test_an_agent_of_another_host_that_dies_ends_the_run(tmp_path: Path) -> None
 
 @contextmanager
 def raw(join: Join, linger_ms: int = 60_000) -> Iterator["zmq.Socket[bytes]"]:
-    """A socket that says whatever it is told to; at the end it waits so long until all of it is sent."""
+    """Open a socket that sends anything. At the end it waits `linger_ms` at most until all of it is sent."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as one:
         one.setsockopt(zmq.LINGER, linger_ms)
         one.connect(join.endpoint)
@@ -196,7 +196,7 @@ def test_garbage_on_the_controllers_socket_is_counted_and_the_run_goes_on(tmp_pa
 
 
 def cluster_of(network: Network, *hosts: str) -> Cluster:
-    """The trainer and all else on the first host, generators in turn on the others, whose agents others start."""
+    """Return a cluster with generators in turn on the other hosts, whose agents are external; all else on the first."""
     first, *others = (
         Host(name=name, cores=1, address=network.address[name], agent="external" if number else "local")
         for number, name in enumerate(hosts)
@@ -214,7 +214,7 @@ def learning(path: Path, **options: Any) -> Path:
 
 
 def test_a_run_over_three_hosts_has_the_bits_of_one_on_a_single_host(network: Network, tmp_path: Path) -> None:
-    """Weights go from a to b, from there to c and from there to b again; rollouts go to a, prompts from b to c."""
+    """Weights go from a to b, on to c and from there to b again; rollouts go to a, prompts from b to c."""
     alone = run_here(learning(tmp_path / "alone"))
     folder = learning(tmp_path / "apart", cluster=cluster_of(network, *HOSTS))
     with spread(network, folder) as (running, agents):
@@ -232,7 +232,7 @@ def test_a_run_over_three_hosts_has_the_bits_of_one_on_a_single_host(network: Ne
 
 
 def go_on(folder: Path, updates: int, network: Network, hidden: Path, own: Path) -> str:
-    """Run up to so many updates on a and b, where `hidden` is empty and the run folder is `own`; the errors."""
+    """Run up to `updates` on a and b, and return the errors. On b, `hidden` is empty and the run folder is `own`."""
     with Running(with_updates(folder, updates), network.on("a")) as running, Agents(network) as agents:
         line = asked_for(running, "b")
         join = own.with_suffix(".json")
@@ -280,7 +280,7 @@ def test_a_host_that_goes_away_ends_the_run_and_is_named_and_nothing_is_left(net
         status, said = agents.ended("b")
         assert agents.ended("c") == (0, "")
         assert running.wait() == 1
-    # Its silence or that of what a rank has asked it comes first: either names host, replica and rank.
+    # Its heartbeat or its answer to a rank is missed first: both errors name host, replica and rank.
     for named in (r"host b\b", r"generator[/.]0\b", r"rank 0\b"):
         assert re.search(named, running.errors), running.errors
     assert status == 1

@@ -1,4 +1,4 @@
-"""A pool with an interpreter of its own: its ranks run this package's code with the libraries that are there."""
+"""A pool with an interpreter of its own: its ranks run this package's code with that interpreter's libraries."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ NOTING = f"{HERE / 'programs_of_interpreters.py'}:noting"
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter that has this one's libraries, and not this package: its path files are not read there."""
+    """Make an interpreter with this one's libraries, but without this package: .pth files are not read there."""
     folder = tmp_path_factory.mktemp("twin")
     venv.create(folder, with_pip=False)
     ours = sysconfig.get_paths()["purelib"]
@@ -43,7 +43,7 @@ def test_a_pools_ranks_run_in_its_interpreter_and_others_in_that_of_the_command(
     found = {pool: json.loads((notes / pool).read_text()) for pool in ("generator", "scorer")}
     assert found["generator"][0] == str(twin)
     assert found["scorer"][0] == sys.prefix
-    # The same code, whether that interpreter has some of its own or none.
+    # Both run the same code, whether or not that interpreter has this package.
     assert found["generator"][1] == found["scorer"][1]
     pools = json.loads((run / "plan.json").read_text())["pools"]
     assert {pool["name"] for pool in pools if "python" in pool} == {"generator"}
@@ -73,27 +73,27 @@ def test_an_engine_that_is_not_installed_is_refused_with_what_to_install_and_whe
         assert "[no-engine]" in ended.stdout + ended.stderr
         assert f"{own} -m pip install vllm" in ended.stdout + ended.stderr
     assert not run.exists()
-    # Of a program whose generator has no such option nothing is asked.
+    # A program whose generator has no such option needs no engine.
     assert faults("toy", "--engine", "vllm") == []
 
 
 def faults(program: str, *words: str) -> list[dict[str, Any]]:
-    """What `penstock check` tells, asked in this process."""
+    """Return the faults that `penstock check` reports, in this process."""
     found: list[dict[str, Any]] = answer("check", program, words)["faults"]
     return found
 
 
 @pytest.mark.parametrize("flags", [("--versions", "pinned"), ("--lora", "4")])
 def test_what_an_engine_cannot_do_is_refused(flags: tuple[str, str], tmp_path: Path) -> None:
-    """However installed: bits that are repeatable, and adapters."""
+    """Repeatable bits and adapters, whether or not the engine is installed."""
     cannot = [fault for fault in faults("aipo", "--engine", "vllm", *flags) if fault["code"] == "engine-cannot"]
-    # Of the generator, and of that of the evaluation.
+    # One fault for the generator, and one for that of the evaluation.
     assert [Path(fault["where"]).name.partition(":")[0] for fault in cannot] == ["aipo.py", "evaluate.py"]
     assert faults("aipo", "--engine", "penstock", *flags) == []
 
 
 def test_a_mixture_of_experts_is_refused_by_an_engine_whose_experts_are_not_proved(tmp_path: Path) -> None:
-    """By its family's name, before anything is installed."""
+    """The fault names the family. The engine need not be installed."""
     shape = ("--model", directory("qwen3_moe", tmp_path))
     cannot = [fault for fault in faults("aipo", "--engine", "vllm", *shape) if "qwen3_moe" in fault["given"]]
     assert [fault["code"] for fault in cannot] == ["engine-cannot"] * 2
@@ -102,7 +102,7 @@ def test_a_mixture_of_experts_is_refused_by_an_engine_whose_experts_are_not_prov
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
 def test_heads_that_an_engine_lacks_on_a_cpu_are_refused_there(device: str, tmp_path: Path) -> None:
-    """By their width."""
+    """The fault names their width."""
     here = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
     shape = ("--model", directory("mistral", tmp_path), "--device", device)
     cannot = [fault for fault in faults("aipo", "--engine", "vllm", *shape) if fault["code"] == "engine-cannot"]

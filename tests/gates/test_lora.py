@@ -1,4 +1,4 @@
-"""Runs with `--lora`: every program has them; they are the same bits in processes, and after a stop."""
+"""Runs with `--lora`: every program can train adapters; they have the same bits in processes, and after a stop."""
 
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from .running import (
 )
 
 pytestmark = pytest.mark.timeout(400)
-# What reads a policy alone, has fake ones, or learns something else.
+# Programs that only read a policy, have a fake one, or train another model.
 NO_POLICY = {"evaluate", "toy", "reward_model"}
 NAMES = [m.name for m in iter_modules(programs.__path__) if m.name not in NO_POLICY]
 SMALL = {"samples": 4, "max_length": 6, "buffer": 2, "high": 4, "turns": 2, "look": 2, "minibatches": 2, "kl": 0.1}
@@ -39,7 +39,7 @@ SMALL = {"samples": 4, "max_length": 6, "buffer": 2, "high": 4, "turns": 2, "loo
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directories of an untrained model, as a policy's base and a teacher, and of a reward model."""
+    """Save an untrained model, as a policy's base and a teacher, and a reward model; return their folder."""
     folder = tmp_path_factory.mktemp("models")
     for kind, name in ((CausalLM, "policy"), (Scorer, "reward")):
         config, tokenizer = initial_model("arithmetic")
@@ -60,7 +60,7 @@ def test_a_program_learns_adapters_alone(tmp_path: Path, models: Path, name: str
     options |= {key: str(models / folder) for key, folder in folders.items() if key in has}
     data = {"tool_use": "calculator", "tool_sft": "calculator"}.get(name, "arithmetic")
     model = str(models / "policy") if data == "arithmetic" else ""
-    if name == "dapo":  # the untrained model solves too few problems for a group of it to be kept
+    if name == "dapo":  # the untrained model solves too few problems for DAPO to keep a group
         model = str(base_model("", lambda line: None))
     folder = make_run(tmp_path / "r", name, options, model_flags(updates=2, drops=500, lora=16, model=model, data=data))
     run_here(folder)
@@ -81,11 +81,11 @@ def test_adapters_in_processes_are_those_in_one(tmp_path: Path, models: Path) ->
     run_to_end(apart)
     assert_equal_bits(final_state(here, 4), final_state(apart, 4))
     base = load_file(models / "policy" / "model.safetensors")
-    # Both matrices have learnt, and all that is sent is theirs.
+    # The master weights are those of the adapters alone, and both matrices of each have learnt.
     state = {name: t for name, t in final_state(here, 4).items() if name.startswith("master.")}
     assert len(state) == 2 * 2 * 2
     assert all(t.any() for t in state.values())
-    # What is exported is what peft reads, and as one model what it computes.
+    # Merged into one model, the exported adapters compute the same as applied to their base.
     adapters = here / "checkpoints" / "00000004" / "policy"
     done = penstock("export", str(here), "--to", "merged", "--out", str(tmp_path / "merged"))
     assert done.returncode == 0, done.stderr
@@ -97,7 +97,7 @@ def test_adapters_in_processes_are_those_in_one(tmp_path: Path, models: Path) ->
         )
     torch.testing.assert_close(merged, applied, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(merged, plain, rtol=1e-2, atol=1e-2)
-    # A run goes on from such a directory, with the rank that it has.
+    # Another run begins with such a directory, and has its adapters' rank.
     run_here(make_run(tmp_path / "again", "aipo", {"samples": 4}, model_flags(updates=1, model=str(adapters))))
     again = final_state(tmp_path / "again", 1)
     assert {name: t.shape for name, t in again.items() if "master" in name} == {n: t.shape for n, t in state.items()}

@@ -28,8 +28,8 @@ from .running import (
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.slow]
 UPDATES, BATCH = 10, 4
-# Groups that the generator is in the middle of when its Pod is taken away and when the trainer's is: no update is about
-# to read its values then.
+# The groups that the generator is making when its own Pod, and when the trainer's, is taken away. No update is about to
+# read its values then.
 FIRST, SECOND = 2 * BATCH, 5 * BATCH
 
 
@@ -44,8 +44,8 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
 def test_pods_that_are_taken_away_have_successors_and_the_run_has_the_bits_of_one_that_was_left_alone(
     pods: Pods, tmp_path: Path
 ) -> None:
-    """First the generator's Pod, without which the run goes on until another one comes; then the trainer's, which stops
-    the run: all Pods are started again."""
+    """First the generator's Pod is taken away: the run goes on without it until another one comes. Then the trainer's:
+    the run stops, and all Pods are started again."""
     holds = holding(pods.claim / "holds", f"group {FIRST}", f"group {SECOND}")
     flags = ["--holds", "/runs/holds", "--lag", "0"]
     flags += ["--updates", str(UPDATES), "--batch", str(BATCH), "--slots", "16", "--device", "cpu"]

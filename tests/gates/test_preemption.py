@@ -1,5 +1,5 @@
-"""A run that an engine takes away (SIGTERM, SIGUSR1) is stopped with a checkpoint within its grace, ends with status 75
-and, started again, with the bits of a run that nobody disturbed.
+"""A run that is preempted (SIGTERM, SIGUSR1) writes a checkpoint within its grace and ends with status 75. Started
+again, it ends with the bits of a run that was not disturbed.
 """
 
 import re
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_is_whole_within_the_grace_is_waited_for(tmp_path: Pat
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGHUP, 130)])
 def test_a_trainer_that_hangs_holds_nobody_up(tmp_path: Path, number: signal.Signals, status: int) -> None:
-    """At the end of the grace everything has ended, with the status of who wanted it."""
+    """At the end of the grace all processes have ended, with the exit status of that signal."""
     mark = tmp_path / "mark"
     flags = toy_flags(updates=9, batch=2, grace=1.0)
     folder = make_run(tmp_path / "r", f"{FAULTS}stuck", {"mark": str(mark)}, flags)
@@ -128,7 +128,7 @@ def test_a_trainer_that_hangs_holds_nobody_up(tmp_path: Path, number: signal.Sig
 
 
 def test_a_host_that_is_gone_before_its_time_is_a_preemption_too(tmp_path: Path) -> None:
-    """The engine says that it takes a host, and kills the agent before a checkpoint is made."""
+    """The cluster manager announces that it takes a host, and kills the agent before there is a checkpoint."""
     mark = tmp_path / "mark"
     flags = toy_flags(updates=9, batch=2)
     folder = make_run(tmp_path / "r", f"{FAULTS}stuck", {"mark": str(mark)}, flags)
@@ -163,7 +163,7 @@ def test_a_run_that_is_given_other_hosts_goes_on_there_with_the_bits_of_one_that
 
 
 def test_one_command_is_all_that_a_job_needs_that_is_taken_away_and_given_back(tmp_path: Path) -> None:
-    """From the command line: two preemptions, one of them before there is a run, and what a run alone would be."""
+    """From the command line: two preemptions, one of them before there is a run, and the bits of an undisturbed run."""
     folder, said = tmp_path / "r", tmp_path / "said"
     holds = holding(tmp_path / "holds", 0, 2, 5)
     command = [HELD, "--holds", str(holds), "--lag", "1", "--versions", "pinned", "--updates", "40", "--batch", "2"]
@@ -195,6 +195,6 @@ def test_one_command_is_all_that_a_job_needs_that_is_taken_away_and_given_back(t
 
 
 def handles(pid: int, number: int) -> bool:
-    """Does the process catch the signal?"""
+    """True if the process catches the signal."""
     (caught,) = re.findall(r"(?m)^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text())
     return bool(int(caught, 16) >> (number - 1) & 1)

@@ -1,5 +1,5 @@
-"""Runs on a real Ray cluster of three nodes: the bits of a run on one host, whatever becomes of its actors, and nothing
-of the cluster is kept.
+"""Runs on a real Ray cluster of three nodes: they have the bits of a run on one host, whatever becomes of their actors,
+and keep nothing of the cluster.
 """
 
 import re
@@ -58,7 +58,7 @@ def cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Groups and agents go, however a run has ended."""
+    """Assert that placement groups and agents are gone, however a run has ended."""
     yield
     if "cluster" in request.fixturenames:
         cluster: RayCluster = request.getfixturevalue("cluster")
@@ -68,13 +68,13 @@ def nothing_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run on this host, in one process, with two generators."""
+    """Do the same run on this host, in one process, with two generators."""
     flags = toy_flags(updates=UPDATES, batch=BATCH, versions="pinned", seed=5)
     return run_here(make_run(tmp_path_factory.mktemp("alone") / "r", "toy", {"lag": LAG}, flags, generators=2))
 
 
 def end(running: "subprocess.Popen[str]") -> tuple[int, str]:
-    """The exit status, and what was said on stderr."""
+    """Wait for a command, and return its exit status and its stderr."""
     try:
         _, said = running.communicate(timeout=DEADLINE_S)
     finally:
@@ -83,7 +83,7 @@ def end(running: "subprocess.Popen[str]") -> tuple[int, str]:
 
 
 def until_it(running: "subprocess.Popen[str]", look: Callable[[], Any], what: str) -> None:
-    """Until `look` is true, unless the run ends before."""
+    """Wait until `look` is true. Fails if the run ends before."""
     until(lambda: look() or running.poll() is not None, what)
     assert running.poll() is None or look(), end(running)
 
@@ -123,7 +123,7 @@ def test_an_actor_that_dies_in_mid_response_is_replaced_and_its_groups_are_done_
     cluster: RayCluster, alone: Path, tmp_path: Path
 ) -> None:
     """It holds the only generator: the run goes on when another actor has come."""
-    # The first group of update 3: until it goes on, the run cannot end.
+    # The first group of update 3: while it waits, the run cannot end.
     folder, holds = tmp_path / "r", holding(tmp_path / "holds", held := f"group {3 * BATCH}")
     words = (HELD, "--holds", str(holds), *OPTIONS, "--lost-replica", "replace")
     running = cluster.penstock("run", *words, "--agents", "2", "--out", str(folder))
@@ -141,9 +141,9 @@ def test_an_actor_that_dies_in_mid_response_is_replaced_and_its_groups_are_done_
 
 
 def test_after_an_actors_death_in_mid_sync_the_run_goes_on(cluster: RayCluster, tmp_path: Path) -> None:
-    """Half of a version is through when it dies, and an update is perhaps about to read its values."""
+    """The actor dies when half of a version is sent. An update may be about to read its values."""
     mark, options = tmp_path / "half", {"lag": LAG, "way": "messages"}
-    # On a busy machine another actor takes long to come, and with it the only generator.
+    # On a busy machine it takes long until another actor comes, and with it the only generator.
     common: dict[str, Any] = {"updates": UPDATES, "batch": BATCH, "versions": "pinned", "deadline": DEADLINE_S}
     flags = toy_flags(**common, lost_replica="replace")
     troubled, nodes = {**options, "mark": str(mark), "at": 3}, Cluster(hosts=HOSTS, pools={"generator": "b"})

@@ -1,4 +1,4 @@
-"""A trainer whose ranks are on two hosts, in network namespaces: the same bits as on one, and the same end."""
+"""A trainer whose ranks are on two hosts, in network namespaces: it has the bits, and the end, of one on one host."""
 
 import re
 from dataclasses import replace
@@ -21,7 +21,7 @@ FLAGS = toy_flags(updates=UPDATES, batch=BATCH, max_tokens=8, seed=3)
 
 
 def over(network: Network, *hosts: str, **pools: str | tuple[str, ...]) -> Cluster:
-    """The trainer on all of the hosts; where `pools` does not say, all else is on the first one."""
+    """Return a cluster with the trainer on all hosts; pools that are not in `pools` are on the first one."""
     made = tuple(
         Host(name=name, cores=1, address=network.address[name], agent="external" if number else "local")
         for number, name in enumerate(hosts)
@@ -34,7 +34,7 @@ def learning(path: Path, *meshes: str, **options: Any) -> Path:
 
 
 def assert_equal_parts(first: Path, second: Path, ranks: int) -> None:
-    """Weights and optimizer of each of the trainer's ranks."""
+    """Compare weights and optimizer of each of the trainer's ranks."""
     for rank in range(ranks):
         name = f"checkpoints/{UPDATES:08d}/trainer-0-{rank}.safetensors"
         own, other = load_file(first / name), load_file(second / name)
@@ -63,9 +63,9 @@ def test_a_trainer_on_two_hosts_has_the_bits_of_one_on_a_single_host(
 def test_a_host_of_a_replica_that_goes_away_ends_the_run_and_is_named_and_nothing_is_left(
     network: Network, tmp_path: Path, lost: str, killed: bool
 ) -> None:
-    """Its trainer is on a and b, its generator on b and c. Where all that a host has is killed, collectives break at
-    once on the others, which know no more than that; where its cable is pulled, they wait."""
-    # A deadline that nobody here waits for: the host's silence is what ends the run.
+    """The trainer is on a and b, the generator on b and c. If all processes of a host are killed, collectives on the
+    other hosts break at once, without a known cause; if its cable is pulled, they wait."""
+    # This deadline never passes: the host's missing heartbeats end the run.
     flags = replace(FLAGS, updates=ENDLESS, deadline=10 * DEADLINE_S, tp_over_hosts=True)
     cluster = over(network, "a", "b", "c", trainer=("a", "b"), generator=("b", "c"))
     meshes = "trainer=fsdp2", "generator=tp2"

@@ -1,4 +1,4 @@
-"""A run that loses a process which it cannot do without goes on by itself from its last checkpoint (`--restarts`)."""
+"""A run that loses a process which it needs goes on by itself from its last checkpoint (`--restarts`)."""
 
 import subprocess
 import sys
@@ -48,7 +48,7 @@ def started(*words: str) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def trainer(parents: list["subprocess.Popen[bytes]"]) -> list[psutil.Process]:
-    """The ranks of the trainer below these commands that are at work."""
+    """Return the trainer's ranks among the descendants of these commands."""
     found: list[psutil.Process] = []
     for parent in parents:
         try:
@@ -67,7 +67,7 @@ def has_rows(folder: Path, count: int) -> bool:
 def test_a_trainer_that_is_killed_twice_is_started_again_and_the_run_has_the_bits_of_one_that_was_not(
     tmp_path: Path, on: str
 ) -> None:
-    """Agents with a ticket enrol again by themselves. A third kill ends the run."""
+    """Agents with a ticket enrol again by themselves."""
     folder, num_agents = tmp_path / "r", 2 * (on == "agents")
     at = 3, 8
     holds = holding(tmp_path / "holds", *at)
@@ -96,7 +96,7 @@ def test_a_trainer_that_is_killed_twice_is_started_again_and_the_run_has_the_bit
 
 
 def test_agents_of_a_run_with_free_slots_enrol_for_its_restart(tmp_path: Path) -> None:
-    """A free slot of the run that has ended is not given to them."""
+    """They get no free slot of the run that has ended."""
     folder, holds = tmp_path / "r", holding(tmp_path / "holds", 3)
     words = [HELD, "--holds", str(holds), *COMMON, "--updates", "8", "--checkpoint-every", "2", "--restarts", "1"]
     words += ["--on", "agents", "--agents", "2", "--generators", "1..3", "--lost-replica", "replace"]
@@ -117,7 +117,7 @@ def test_agents_of_a_run_with_free_slots_enrol_for_its_restart(tmp_path: Path) -
 
 
 def test_what_a_restart_does_not_mend_ends_the_run(tmp_path: Path) -> None:
-    """An error of a node would only come again; and a loss beyond the last restart ends the run."""
+    """A node's error would only come again. A loss after the last restart ends the run, too."""
     folder = tmp_path / "raises"
     words = ("--updates", "3", "--batch", "2", "--plain", "--out")
     done = penstock("run", f"{FAULTS}raises", "--update", "1", "--restarts", "3", *words, str(folder))

@@ -1,6 +1,6 @@
-"""A run that was stopped or killed and goes on ends with the bits of one that was left alone; no group counts twice.
+"""A run that goes on after a stop or a kill ends with the bits of one that was not disturbed; no group counts twice.
 
-A recorded run replays to the same commands; a log that was edited is refused, and the record named.
+A recorded run replays to the same commands; an edited log is refused, and the error names the record.
 """
 
 import json
@@ -69,13 +69,13 @@ def last_checkpoint(folder: Path) -> SavedCheckpoint:
 
 
 def saved_before(folder: Path) -> list[int]:
-    """The updates before which a checkpoint was written: one that is due while another is being written comes later."""
+    """Return the updates before which a checkpoint was written. One that is due while another is written is late."""
     steps = [step for segment in read_log(folder / "events.log") for stage in segment.stages for step in stage.steps]
     return sorted({event.update for event in (read_record(step.event) for step in steps) if isinstance(event, Saved)})
 
 
 def assert_whole(folder: Path, updates: int) -> None:
-    """The end of a run that nobody disturbed."""
+    """Assert that a run has ended like one that was not disturbed."""
     assert summary(folder)["status"] == "done"
     assert_all_consumed(folder, updates * BATCH)
     assert [row["update"] for row in rows(folder)] == list(range(updates))
@@ -84,7 +84,7 @@ def assert_whole(folder: Path, updates: int) -> None:
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_exactly(tmp_path: Path) -> None:
-    """At a lag one that an engine takes away does (test_preemption)."""
+    """This is at lag 0; test_preemption has a run with a lag."""
     folder = toy_run(tmp_path / "r")
     with Running(folder) as running:
         running.until_update(3)
@@ -139,7 +139,7 @@ def test_a_model_with_its_optimizer_goes_on_exactly(tmp_path: Path, lag: int) ->
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_run_that_had_ended_and_is_extended_is_a_longer_one_at_lag_zero_only(tmp_path: Path, lag: int) -> None:
-    """With a lag its last checkpoint has no older weights, so the next groups are sampled with the newest ones."""
+    """With a lag, the last checkpoint of an ended run has no older weights: the next groups use the newest ones."""
     folder = make_run(tmp_path / "r", "toy", {"lag": lag, **delays()}, toy_flags(updates=4, versions="pinned"))
     run_here(with_updates(folder, 2))
     run_here(with_updates(folder, 4))
@@ -179,7 +179,7 @@ def test_a_run_whose_folder_goes_away_ends_with_that_and_makes_none_again(tmp_pa
         if how == "removed":
             shutil.rmtree(moved, ignore_errors=True)
         assert running.wait() == 1
-    assert f"{folder}: the run folder was " in running.errors  # moved, if it was looked for between the two steps
+    assert f"{folder}: the run folder was " in running.errors  # "moved", if it was looked for between the two steps
     assert not folder.exists()
     assert how == "removed" or moved.is_dir()
     assert not (moved / "keys").exists()
@@ -243,11 +243,11 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
         running.until_update(5)
         running.until(lambda: [*(folder / "checkpoints").glob("????????/cut.json")], "a checkpoint was complete")
         assert segments_of(running.run, folder) != []
-        running.kill()  # nobody is left to remove them
+        running.kill()  # no process is left to remove them
     cut = last_checkpoint(folder)
     assert 2 <= cut.update <= len(rows(folder))
     run_to_end(with_updates(folder, cut.update + MORE))
-    assert segments_of(running.run, folder) == []  # a later start has, or one of another run
+    assert segments_of(running.run, folder) == []  # a later start, or one of another run, has removed them
     assert_whole(folder, cut.update + MORE)
     first, second = read_log(folder / "events.log")
     assert first.ended is None
@@ -274,13 +274,13 @@ def test_a_run_that_goes_on_from_a_damaged_part_ends_with_its_name_and_goes_on_w
     replayed(folder)
     assert "update 2" in json.loads((folder / "trace.json").read_text())["otherData"]["note"]
     assert summary(folder)["warnings"] == []
-    # The rows of a run that has ended may be deleted: then those that come say what they do not know.
+    # The rows of an ended run may be deleted: then the next runs warn of what they do not know.
     (folder / "metrics.jsonl").unlink()
     run_here(with_updates(folder, 7))
     told = summary(folder)["warnings"]
     assert [warning for warning in told if f"{folder}/metrics.jsonl: given rows of 0" in warning]
     run_here(with_updates(folder, 8))
-    assert summary(folder)["warnings"][: len(told)] == told  # of all lives
+    assert summary(folder)["warnings"][: len(told)] == told  # of all launches
 
 
 # A recorded run replays, and an edited log does not.
@@ -288,14 +288,14 @@ def test_a_run_that_goes_on_from_a_damaged_part_ends_with_its_name_and_goes_on_w
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with processes, two generators and free versions: its decisions hang on the timing."""
+    """Do a run with processes, two generators and free versions: its decisions depend on the timing."""
     options = {"lag": 2, **delays(generate=10.0, score=1.0, update=8.0), "jitter_ms": 10.0}
     path = tmp_path_factory.mktemp("replay") / "r"
     return run_to_end(make_run(path, "toy", options, toy_flags(updates=8), generators=2))
 
 
 def frames(data: bytes | bytearray) -> list[tuple[int, int]]:
-    """Start and end of each record's payload."""
+    """Return start and end of each record's payload."""
     found, at = [], len(event_log.MAGIC)
     while at < len(data):
         (length,) = event_log.LENGTH.unpack_from(data, at)
@@ -327,13 +327,13 @@ def test_an_edited_log_is_refused_and_the_record_named(recorded: Path, tmp_path:
 
 
 def test_an_edited_log_with_a_chain_made_anew_is_refused_by_its_decisions(recorded: Path, tmp_path: Path) -> None:
-    """Whoever can compute the chain still has to make the scheduler say what it did not say."""
+    """With a valid chain, the scheduler must still decide what the log says."""
     content = (recorded / "events.log").read_bytes()
     records = [msgpack.unpackb(content[start:end]) for start, end in frames(content)]
     steps = [(record, read_record(record[2])) for record in records if record[0] == "event"]
     done = {event.firing: record for record, event in steps if isinstance(event, Done)}
     made, scored = done[Firing("fake_generate", 9)], done[Firing("fake_score", 9)]
-    made[2], scored[2] = scored[2], made[2]  # two events of which neither needs the other might be told in any order
+    made[2], scored[2] = scored[2], made[2]  # one needs the other: independent events may come in any order
     path = tmp_path / "events.log"
     writer = event_log.LogWriter(path)
     for record in records:

@@ -41,7 +41,7 @@ from .slurm import LOGIN, NODES, Slurm, Unavailable, unpacked
 pytestmark = [pytest.mark.timeout(480), pytest.mark.slow]
 PENSTOCK = (sys.executable, "-m", "penstock.runtime.cli.main")
 BATCH, SEED, LAG = 2, 5, 1
-# What a job is in when it has ended, and its nodes are free again.
+# The states of a job that has ended and freed its nodes.
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
 
 
@@ -59,7 +59,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 def words(out: Path, updates: int, *program: str) -> list[str]:
-    """A pinned run of fake nodes, by default of the program toy, with a checkpoint after each two updates."""
+    """Return the words of a pinned run of fake nodes, by default of toy, with a checkpoint after every two updates."""
     given = {"lag": LAG, "versions": "pinned", "updates": updates, "batch": BATCH, "seed": SEED, "out": out}
     given["checkpoint-every"] = 2
     named = [word for name, value in given.items() for word in (f"--{name}", str(value))]
@@ -67,13 +67,13 @@ def words(out: Path, updates: int, *program: str) -> list[str]:
 
 
 def alone(path: Path, updates: int) -> Any:
-    """The state of the same run on one host, that nobody has disturbed."""
+    """Do the same run on one host, undisturbed, and return its last state."""
     flags = toy_flags(updates=updates, batch=BATCH, versions="pinned", seed=SEED)
     return final_state(run_here(make_run(path, "toy", {"lag": LAG}, flags)), updates)
 
 
 class Submitted:
-    """A run that was handed over: the command that follows it, its job and its folder."""
+    """A submitted run: the command that follows it, its job and its folder."""
 
     def __init__(self, slurm: Slurm, name: str, folder: Path, process: "subprocess.Popen[str]") -> None:
         self.slurm, self.name, self.folder, self.process = slurm, name, folder, process
@@ -84,24 +84,24 @@ class Submitted:
         return self.slurm.say("squeue", "-h", "-n", self.name, "-o", "%A").strip()
 
     def until_update(self, number: int) -> dict[str, str]:
-        """What is said of the job once so many updates are done."""
+        """Wait until `number` updates are done, and return the state of the job."""
         until(lambda: num_rows(self.folder) >= number, f"update {number} of job {self.job}")
         return self.slurm.state(self.job)
 
     def wait(self) -> tuple[int, str]:
-        """The exit status of the command, and what the job has said."""
+        """Wait for the command, and return its exit status and the output of the job."""
         self.process.communicate(timeout=DEADLINE_S)
         return self.process.returncode, self.said
 
     @property
     def said(self) -> str:
-        """What the job has said so far."""
+        """The output of the job so far."""
         return (self.folder / "job.out").read_text()
 
 
 @contextmanager
 def submitted(slurm: Slurm, folder: Path, updates: int, program: Sequence[str]) -> Iterator[Submitted]:
-    """A run on two nodes that are its own."""
+    """Submit a run on two nodes of its own."""
     command = [*PENSTOCK, *words(folder, updates, *program), "--submit", "--", "--nodes", "2", "--exclusive"]
     name = program[0].rpartition(":")[2]
     pipe = subprocess.PIPE
@@ -111,7 +111,7 @@ def submitted(slurm: Slurm, folder: Path, updates: int, program: Sequence[str]) 
     try:
         yield Submitted(slurm, name, folder, process)
     finally:
-        # Whatever a failed test has left is ended.
+        # End what a failed test has left.
         slurm.say("scancel", "--name", name)
         process.kill()
         process.communicate()
@@ -119,20 +119,20 @@ def submitted(slurm: Slurm, folder: Path, updates: int, program: Sequence[str]) 
 
 
 def is_live(folder: Path, version: int) -> bool:
-    """Do generators sample with this version of the weights?"""
+    """True if a generator has begun to sample with this version of the weights."""
     stages = [stage for segment in read_segments(folder / "events.log")[0] for stage in segment.stages]
     events = [read_record(step.event) for stage in stages for step in stage.steps]
     return any(isinstance(event, Swapped) and event.version == version for event in events)
 
 
 def ended(slurm: Slurm, job: str) -> dict[str, str]:
-    """What is said of a job that has ended."""
+    """Wait until a job has ended, and return its state."""
     until(lambda: slurm.state(job)["JobState"] in ENDED, f"job {job} has ended")
     return slurm.state(job)
 
 
 def test_two_runs_of_one_user_at_once_on_three_nodes_have_the_bits_of_one_host(slurm: Slurm, tmp_path: Path) -> None:
-    """One from a batch script, the other by salloc, whose launcher is where users log in."""
+    """One runs from a batch script, the other by salloc, with its launcher on the login host."""
     first, second = tmp_path / "r1", tmp_path / "r2"
     command = f"exec {shlex.join([*PENSTOCK, *words(first, 6)])}"
     said = tmp_path / "said"
@@ -153,7 +153,7 @@ def test_a_run_that_is_preempted_goes_on_on_other_nodes_with_the_bits_of_one_tha
     slurm: Slurm, tmp_path: Path
 ) -> None:
     folder, updates = tmp_path / "r", 40
-    # The second one is for a controller that hears of it late.
+    # The second hold is for a controller that learns of the preemption late.
     holds = holding(tmp_path / "holds", 20, 25)
     with submitted(slurm, folder, updates, [HELD, "--holds", str(holds)]) as run:
         was = run.until_update(3)["NodeList"]
@@ -190,15 +190,15 @@ def test_a_run_whose_node_dies_names_it_and_goes_on_without_it_with_the_same_bit
     holds = holding(tmp_path / "holds", 8)
     with submitted(slurm, folder, updates, [HELD, "--holds", str(holds)]) as run:
         assert run.until_update(8)["NodeList"] == "n[1-2]"
-        # No weights are on their way, or are about to be: a transfer that fails would name ranks, and no host.
+        # Then no weights are in transit, nor will be soon: a transfer that fails would name ranks, but no host.
         until(lambda: is_live(folder, 8), "the generator has the newest weights")
         slurm.kill("n2")
         try:
             until(lambda: "host n2" in run.said, "the loss was told")
             (holds / "8").unlink()
             until(lambda: slurm.state(run.job)["ExcNodeList"] == "n2", "the run does without the node")
-            # Slurm, which would begin the job again without a word of that, finds it out later, but not within the
-            # second of the requeue, in which it kills what begins again ("credential revoked").
+            # Slurm starts the job again in any case, and learns of the dead node later. Tell it after the second of the
+            # requeue, in which it would kill the job that starts again ("credential revoked").
             second = int(time())
             until(lambda: int(time()) > second, "the second of the requeue is over")
             slurm.say("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=off")
@@ -220,7 +220,7 @@ def test_ctrl_c_leaves_a_job_usr1_requeues_it_and_scancel_has_it_make_a_checkpoi
         run.process.send_signal(signal.SIGINT)
         told, _ = run.process.communicate(timeout=DEADLINE_S)
         assert (run.process.returncode, f"scancel {run.job}" in told) == (130, True), told
-        # As Slurm does before the time limit.
+        # Slurm sends this signal before the time limit.
         slurm.say("scancel", "--batch", "--signal", "USR1", run.job)
         until(lambda: slurm.state(run.job)["Restarts"] == "1", "the job was requeued")
         before = num_rows(folder)

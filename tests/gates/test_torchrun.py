@@ -29,8 +29,8 @@ from .running import (
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.slow]
 UPDATES, BATCH = 6, 4
-# The first group of update 3, in the middle of which a generator is killed: no update is about to read its values then,
-# which would be lost with its host.
+# A generator is killed in the middle of the first group of update 3. No update is about to read its values then, which
+# are lost with its host.
 HALF = f"group {3 * BATCH}"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--max-restarts", "2", "--monitor-interval", "0.2")
 
@@ -51,7 +51,7 @@ class Job:
         self.network, self.folder, self.run = network, folder, folder / "r"
         self.ticket, self.holds = self.run / "ticket.json", holding(folder / "holds", HALF)
         self._stack = ExitStack()
-        # torchrun looks hosts up, its own, too.
+        # torchrun resolves the names of hosts, its own included.
         names = "".join(f"{address} {host}\n" for host, address in network.address.items())
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
 
@@ -65,7 +65,7 @@ class Job:
         return self.start("a", command, "launcher")
 
     def agent(self, host: str, *flags: str) -> "subprocess.Popen[bytes]":
-        """torchrun on a host."""
+        """Start torchrun with an agent on a host."""
         words = [*TORCHRUN, *flags, "-m", "penstock.agent", "--ticket", str(self.ticket)]
         return self.start(host, words, host)
 
@@ -100,7 +100,7 @@ class Job:
 
 
 def kill_agent(torchrun: "subprocess.Popen[bytes]") -> None:
-    """SIGKILL to the worker of a torchrun, which is the agent."""
+    """Send SIGKILL to the worker of a torchrun, which is the agent."""
     below = psutil.Process(torchrun.pid).children(recursive=True)
     [worker] = [one for one in below if one.cmdline()[1:4] == ["-u", "-m", "penstock.agent"]]
     worker.kill()
@@ -128,8 +128,8 @@ def test_an_agent_that_dies_is_started_again_by_its_hosts_torchrun_and_enrols_ag
 
 
 def test_nodes_of_one_torchrun_start_again_together_and_the_run_goes_on_with_all_of_them(job: Job) -> None:
-    """torchelastic starts the workers of all nodes again if one dies. It tells those that live with SIGTERM, as any
-    engine does that takes a host away."""
+    """If a worker dies, torchelastic starts the workers of all nodes again. It sends the others SIGTERM, as cluster
+    managers do in a preemption."""
     launcher = job.launch()
     meet = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "b:29400")
     agents = [job.agent(host, *meet) for host in ("b", "c")]

@@ -23,7 +23,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def speaker(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model to learn, which has bytes as tokens too: it can hear all that the judge says."""
+    """Write a model to be trained. Its tokens are bytes, too, so it can read all that the judge says."""
     return write_model(tmp_path_factory.mktemp("models") / "speaker", width=32)
 
 

@@ -1,7 +1,7 @@
 """vLLM as the engine of generators, on a CPU: `make vllm` makes an interpreter with it, and names it in PENSTOCK_VLLM.
 
-What vLLM computes with weights of ours is found out once, in processes of that interpreter (`vllm_cases.py`): for a
-model with a head of its own, for one without, and for ranks that share one.
+`vllm_cases.py` runs once in that interpreter, and records what vLLM computes with our weights: for a model with a head
+of its own, for one with a tied head, and for ranks that share a model.
 """
 
 import json
@@ -21,7 +21,7 @@ from tests.nodes.tiny_model import CONFIG, TOKENIZER, model, save
 from .running import HERE, penstock, rows, summary
 
 PYTHON = os.environ.get("PENSTOCK_VLLM", "")
-# Nats: what float32 rounds.
+# Nats: the rounding of float32.
 CLOSE = 1e-5
 
 pytestmark = [
@@ -35,9 +35,9 @@ Found = Mapping[str, Any]
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Found]]:
-    """By kind of model, what each rank has found."""
+    """Run the cases, and return the findings of each rank, by kind of model."""
     folder, root = tmp_path_factory.mktemp("cases"), HERE.parent.parent
-    # On a CPU it is eager, and needs no compiler.
+    # On a CPU, vLLM runs eagerly and needs no compiler.
     environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1", "CXX": "none"}
     command = [PYTHON, "-m", "tests.gates.vllm_cases", str(folder)]
     pipes: Mapping[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
@@ -66,14 +66,14 @@ def tied(cases: Mapping[str, list[Found]]) -> Found:
 
 @pytest.fixture(scope="module")
 def ranks(cases: Mapping[str, list[Found]]) -> list[Found]:
-    """Two, which share the model."""
+    """The findings of the two ranks that share a model."""
     first, second = cases["shared"]
     return [first, second]
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 def test_weights_that_come_within_a_response_make_its_next_tokens(kind: str, request: pytest.FixtureRequest) -> None:
-    """And every token has the log-probability that the trainer gives it with the weights of its version."""
+    """Every token has the log-probability that the trainer computes with the weights of its version."""
     assert_swapped_within(request.getfixturevalue(kind))
 
 
@@ -86,12 +86,12 @@ def assert_swapped_within(every: Found) -> None:
     assert found["sorted"]
     assert found["distinct_rows"] == 4
     assert found["stale"] == [0.0, 0.0]
-    # What a link has brought is packed where it lies.
+    # Received weights are packed in place.
     assert found["copied"] == 0
 
 
 def test_ranks_that_share_a_model_sample_the_same_tokens_each_from_its_part_of_the_weights(ranks: list[Found]) -> None:
-    """What arrived is proved on each, by the digests of the whole, and as a trainer that shares it so computes it."""
+    """Each rank verifies its weights by digests of the whole, and its tokens by a forward pass with the same shards."""
     for found in ranks:
         assert_swapped_within(found)
     first, second = (found["swapped_within"] for found in ranks)
@@ -109,7 +109,7 @@ def test_the_first_tokens_after_a_swap_are_compared(kind: str, request: pytest.F
 
 
 def test_a_few_tokens_that_are_far_off_stop_no_run(untied: Found) -> None:
-    """One may be, by rounding alone; of as many as are compared in all, these are too far."""
+    """A few may be far off by rounding alone. After more comparisons the same mean difference is an error."""
     found = untied["few_tokens"]
     assert found["limits"] > 1
     assert found["passed"] == 1
@@ -127,7 +127,7 @@ def test_a_conversation_goes_on_after_the_tokens_that_were_sampled(untied: Found
     found = untied["turns"]
     assert found["kept"] == [True, True]
     assert found["turns"] == [2, 1]
-    assert len(set(found["keys"])) == 3  # each turn of each row draws numbers of its own
+    assert len(set(found["keys"])) == 3  # each turn of each row has a seed of its own
     assert max(found["differences"].values()) < CLOSE
 
 
@@ -188,7 +188,7 @@ def copied(run: Path) -> set[float]:
 
 
 def test_aipo_runs_with_vllm_in_an_interpreter_of_the_generators_own(tmp_path: Path) -> None:
-    """With a model whose head is its embedding, and an evaluation by the same engine."""
+    """The model's head is its embedding, and the evaluation uses the same engine."""
     shape: Mapping[str, Any] = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     config, folder, run = replace(CONFIG, **shape, tie_word_embeddings=True), tmp_path / "model", tmp_path / "run"
     save(model(config=config), folder)
@@ -238,7 +238,7 @@ def test_a_generator_that_dies_within_a_swap_is_named_and_the_run_goes_on_from_i
 
 
 def test_what_vllm_cannot_do_is_refused_before_a_run(tmp_path: Path) -> None:
-    """By the run itself, too, whose cluster has such an engine."""
+    """`penstock run` refuses it, too, on a cluster that has vLLM."""
     cluster = cluster_file(tmp_path)
     ended = penstock("run", "aipo", "--engine", "vllm", "--cluster", cluster, "--versions", "pinned", "--model", "new")
     assert ended.returncode != 0

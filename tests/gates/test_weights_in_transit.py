@@ -1,5 +1,5 @@
-"""Weights and other values on their way from worker to worker, on one host and between hosts: what arrives is what was
-sent, or the run stops and says who and what it was; and nothing of them is left behind.
+"""Weights and other values in transit from worker to worker, on one host and between hosts: they arrive as they were
+sent, or the run stops and names the ranks and the value; and nothing of them is left behind.
 """
 
 import os
@@ -49,7 +49,7 @@ from .running import (
 
 pytestmark = pytest.mark.timeout(480)
 
-# Weights that arrive other than they were sent stop a run before anything is generated with them.
+# Weights that do not arrive as they were sent stop a run before anything is generated with them.
 
 
 Tensors = dict[str, Tensor]
@@ -123,7 +123,7 @@ ENDS = pytest.mark.parametrize("pool", ["trainer", "generator"])
 
 
 def half_way(path: Path, options: dict[str, Any], generators: int = 1, **flags: Any) -> tuple[Path, Path]:
-    """A run whose sender stops in the middle of version 2, and the file that says so."""
+    """Make a run whose sender stops in the middle of version 2; return it and the file that says so."""
     mark = path / "half"
     used = toy_flags(updates=ENDLESS, versions="pinned", **flags)
     return make_run(path / "r", LARGE, {**options, "mark": str(mark), "at": AT}, used, generators=generators), mark
@@ -132,15 +132,15 @@ def half_way(path: Path, options: dict[str, Any], generators: int = 1, **flags: 
 def strike(
     running: Running, mark: Path, pool: str = "", number: int = signal.SIGKILL, index: int = 0, updates: int = AT + 1
 ) -> None:
-    """Send a rank the signal when half of the version is through, and let the sender go on. By then there were
-    `updates`: the last one with groups that the generator made with the version before."""
+    """Send a rank the signal when half of the version is sent and `updates` are done, and let the sender go on. The
+    last of these updates used groups that the generator made with the version before."""
     pids = running.until_ready()["pools"]
     running.until(mark.exists, f"half of version {AT} was through")
     running.until_update(updates)
     if pool:
         os.kill(pids[pool][index], number)
         if number == signal.SIGSTOP:
-            until_it_stands(pids[pool][index])  # or a thread of it may see the file below, and send all
+            until_it_stands(pids[pool][index])  # else one of its threads may see the file below, and send all
         mark.with_suffix(".go").touch()
 
 
@@ -164,7 +164,7 @@ def test_a_rank_stopped_while_weights_are_half_way_is_named_within_the_deadline(
 ) -> None:
     folder, mark = half_way(tmp_path, {"way": way}, deadline=8.0)
     error = run_to_failure(folder, partial(strike, mark=mark, pool=pool, number=signal.SIGSTOP))[1]["error"]
-    # Who waits for it says so, or the controller, which waits for that one: whichever is first.
+    # Either the rank that waits for it reports it first, or the controller, which waits for that rank.
     by_peer = "policy>generator from trainer/0 to generator/0: " in error and (
         pool == "generator" or "source rank 0" in error
     )
@@ -176,7 +176,7 @@ def test_a_rank_stopped_while_weights_are_half_way_is_named_within_the_deadline(
 @WAYS
 def test_a_transfer_that_stands_still_is_named_by_its_receiver(tmp_path: Path, way: str) -> None:
     """Both ranks are alive, and send heartbeats."""
-    # Longer than what moves may stand still that is to go on.
+    # Longer than a transfer that goes on may be suspended.
     folder, mark = half_way(tmp_path, {"way": way}, deadline=8.0)
     error = run_to_failure(folder, partial(strike, mark=mark))[1]["error"]
     assert [said for said in ("policy>generator", "trainer/0", "generator/0") if said not in error] == []
@@ -185,8 +185,8 @@ def test_a_transfer_that_stands_still_is_named_by_its_receiver(tmp_path: Path, w
 
 @pytest.mark.slow
 def test_a_generator_killed_while_weights_go_through_it_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    """Half of version 2 is through the chain; the trainer goes on when the one in the middle is dead."""
-    # At lag 0 all replicas have a version before there is the next one.
+    """Half of version 2 is through the chain. The trainer goes on when the generator in the middle is dead."""
+    # At lag 0 all replicas have a version before the next one is made.
     folder, mark = half_way(tmp_path, {"lag": 0}, generators=3, batch=6, transport="messages")
     _, found = run_to_failure(folder, partial(strike, mark=mark, pool="generator", index=1, updates=1))
     assert found["cause"] == "rank-died"
@@ -207,11 +207,11 @@ def test_weights_for_which_there_is_no_room_come_as_messages_and_the_user_is_tol
     assert "of 33555456 bytes (/dev/shm: File too large, " in note
     assert "bytes free); weights come as messages" in note
     assert summary(folder)["warnings"] == [note]
-    # Those that fit are no matter for a warning.
+    # Weights for which there is room cause no warning.
     assert summary(run_to_end(make_run(tmp_path / "fits", LARGE, {}, toy_flags(updates=3))))["warnings"] == []
 
 
-# Weights that travel in another format than they are computed in.
+# Weights that are sent in another format than that of the sender's model.
 
 
 @pytest.mark.slow
@@ -262,13 +262,13 @@ def test_values_of_another_host_are_asked_for_and_have_equal_bits(tmp_path: Path
     generator, scorer, trainer = (printed(folder, f"{pool}-0-0") for pool in ("generator", "scorer", "trainer"))
     assert (scorer["asked"]["asked"], trainer["asked"]["asked"]) == (20, 20)  # each of 20 groups in one part
     assert generator["answered"] == {"served": 40}
-    assert "answered" not in scorer  # read on its own host only: it does not listen
+    assert "answered" not in scorer  # its values are read on its own host only: it does not listen
     assert summary(folder)["dropped_frames"] == {}
 
 
 @pytest.mark.slow
 def test_ranks_of_one_host_ask_nobody_and_do_not_listen_for_it(tmp_path: Path) -> None:
-    """The scorer has no weights to receive, and so nothing to listen for at all."""
+    """The scorer receives no weights either, so it does not listen at all."""
     folder = make_run(tmp_path / "r", "toy", delays(update=10.0), toy_flags(updates=ENDLESS))
     with Running(folder) as running:
         (scorer,) = running.until_ready()["pools"]["scorer"]
@@ -284,7 +284,7 @@ def test_ranks_of_one_host_ask_nobody_and_do_not_listen_for_it(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [True, False])
 def test_an_owner_that_is_stopped_is_named_by_the_reader_within_its_deadline(tmp_path: Path, killed: bool) -> None:
-    """Or killed, while the reader waits for an answer."""
+    """It is stopped, or also killed, while the reader waits for an answer."""
     flags = toy_flags(updates=ENDLESS, deadline=60.0 if killed else 8.0)
     folder = make_run(tmp_path / "r", "toy", SLOW_SCORER, flags, cluster=TWO_NAMES)
 

@@ -1,8 +1,8 @@
-"""What vLLM samples with weights of ours: python -m tests.gates.vllm_cases FOLDER, in an interpreter that has vLLM. It
-writes what each rank of each kind has found as FOLDER/KIND/RANK.json, by case.
+"""Record what vLLM samples with our weights: python -m tests.gates.vllm_cases FOLDER, in an interpreter that has vLLM.
+It writes the findings of each rank of each kind to FOLDER/KIND/RANK.json, by case.
 
 The model is small and random; weights of versions 0 and 1 differ in every tensor. They come over a link within the
-process, with their digests. Each rank has a process, and gets its part; all are forked from one that has imported vLLM.
+process, with their digests. Each rank is a process and gets its part; all are forked from one that has imported vLLM.
 """
 
 import json
@@ -41,7 +41,7 @@ SHAPE: Mapping[str, Any] = {
     "num_key_value_heads": 1,
 }
 MAX_TOKENS = 24
-# By kind, the number of ranks that share the model.
+# The number of ranks that share the model, by kind.
 KINDS = {"untied": 1, "tied": 1, "shared": 2}
 
 
@@ -93,7 +93,7 @@ class Cases:
         self.behaviour = self.receiver.weights
 
     def swap(self, version: int) -> None:
-        """Proved, and other tensors in the same object."""
+        """Send a version, verify it, and swap its tensors into the same `behaviour` object."""
         digests = self.publisher.publish(version, Sent(self.models[version % 3]))
         sync_in_process(self.publisher, self.receiver, version, digests)
         self.receiver.swap(version)
@@ -118,7 +118,7 @@ class Cases:
         return results
 
     def differences(self, rollouts: Rollouts) -> dict[str, float]:
-        """By version: to the forward of the trainer with the weights of that version."""
+        """Return, by version, the difference to the trainer's forward pass with the weights of that version."""
         found = {int(version) for version in rollouts.versions_NT[rollouts.versions_NT >= 0].tolist()}
         lengths = rollouts.response_lengths_N
         ends = torch.arange(rollouts.versions_NT.shape[1])[None] < lengths[:, None]
@@ -128,7 +128,7 @@ class Cases:
     # Cases ----------------------------------------------------------------------------------------------------
 
     def swapped_within(self) -> Mapping[str, Any]:
-        """Weights of version 1 come when rows have said eight tokens; a group that begins then has them alone."""
+        """Swap to version 1 when rows have eight tokens. A group that begins then uses version 1 alone."""
         self.swap(0)
         engine = self.engine(samples=4)
 
@@ -161,7 +161,7 @@ class Cases:
         }
 
     def paused(self) -> Mapping[str, Any]:
-        """Segments of six tokens, each sampled by other weights."""
+        """Sample segments of six tokens, each with other weights."""
         self.swap(3)
         engine, segments = self.engine(samples=2, segment=6), 0
         paused: dict[str, Any] = {}
@@ -206,7 +206,7 @@ class Cases:
         }
 
     def stopped(self) -> Mapping[str, Any]:
-        """At a stop string, which the text has, and at a stop token, which it has not."""
+        """Responses end at a stop string, which stays in the text, and at a stop token, which does not."""
         self.swap(12)
         engine = self.engine(samples=8, stop=("a",))
         self.submit(engine, 3)
@@ -215,7 +215,7 @@ class Cases:
         return {"rows": [(text, finished, int(length)) for text, finished, length in rows]}
 
     def many_slots(self) -> Mapping[str, Any]:
-        """More of them, and more tokens of prompts and of what is computed anew, than vLLM computes in a step."""
+        """Use more slots, and more tokens of prompts and of a recomputed cache, than vLLM computes in a step."""
         self.swap(18)
         engine = open_engine(replace(self.context, slots=vllm_engine.STEP + 1), engine="vllm", samples=64)
         assert isinstance(engine, VllmEngine)
@@ -223,8 +223,8 @@ class Cases:
         return self.differences(self.drain(engine, lambda step: self.swap(19) if step == 4 else None)[8][0])
 
     def few_tokens(self) -> Mapping[str, Any]:
-        """A row whose tokens are further from the trainer's than is allowed, in the mean, is compared again and again:
-        how often that is not enough to tell, and how far they are, in limits."""
+        """Compare a row again and again whose mean difference from the trainer exceeds the limit. Return how often
+        there were too few tokens to raise, and the difference in units of the limit."""
         self.swap(17)
         engine = self.engine(samples=1)
         self.submit(engine, 9)
@@ -242,7 +242,7 @@ class Cases:
         return {"passed": passed, "limits": apart / tokens / limit}
 
     def too_many_slots(self) -> Mapping[str, Any]:
-        """Whose cache no machine has the memory for."""
+        """Ask for more slots than any machine has memory for."""
         try:
             open_engine(replace(self.context, slots=10**9), engine="vllm")
         except ValueError as error:
@@ -285,7 +285,7 @@ class Cases:
         }
 
     def wrong(self, damage: Callable[[], Callable[[], None]]) -> Mapping[str, Any]:
-        """A swap that leaves some weights of vLLM's as they were."""
+        """Swap the weights, but leave some of vLLM's as they were."""
         undo = damage()
         engine = self.engine(samples=4)
         self.swap(self.behaviour.version + 1)
@@ -301,14 +301,14 @@ class Cases:
 
 
 def without_packing() -> Callable[[], None]:
-    """As vLLM would have it."""
+    """Do not pack a tied head, as vLLM itself does not."""
     kept = vllm_weights.pack_tied_head
     vllm_weights.pack_tied_head = lambda head: None
     return lambda: setattr(vllm_weights, "pack_tied_head", kept)
 
 
 def without_a_tensor(name: str) -> Callable[[], Callable[[], None]]:
-    """The old values of one tensor are loaded in place of the new ones."""
+    """Load the old values of one tensor in place of the new ones."""
 
     def damage() -> Callable[[], None]:
         kept = vllm_weights.LinkedWeights.receive_weights
