@@ -1,4 +1,4 @@
-"""Random layouts, listed and described by random meshes, for the tests of layouts and plans."""
+"""Hypothesis strategies for random layouts, listed or described by random meshes."""
 
 import itertools
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ meshes = st.lists(st.sampled_from(["pp", "dp_replicate", "fsdp", "tp"]), unique=
 
 @st.composite
 def placements(draw: Any, mesh: Mesh, shape: tuple[int, ...]) -> Placement:
-    """Splits of any axes in any order, some by units, and perhaps a stage."""
+    """Splits by some axes in any order, some in units, and perhaps limited to pipeline stages."""
     splits: list[Split] = []
     for axis, size in draw(st.permutations(mesh.axes)):
         if axis == "pp" or not shape or draw(st.booleans()):
@@ -54,8 +54,8 @@ def placements(draw: Any, mesh: Mesh, shape: tuple[int, ...]) -> Placement:
 def layouts_of(
     draw: Any, tensors: Sequence[tuple[str, tuple[int, ...], str]], *, covering: bool, listed: bool = True
 ) -> Layout:
-    """Tensors on a random mesh, or listed: as cells on one to three ranks if they must be covered, else a region for
-    some ranks. Perhaps with hosts.
+    """Tensors on a random mesh, or listed: as cells on one to three ranks if they must be covered, else one region for
+    each of some ranks. Perhaps with hosts.
     """
     mesh = draw(meshes)
     held: list[Holding] = []

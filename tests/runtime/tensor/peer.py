@@ -1,6 +1,6 @@
-"""Other processes of the tests, one rank each: `main`, an end of a link, and `chained`, a replica of a chain.
+"""Peer processes of the tests, one rank each: `main` is one end of a link, `chained` a replica in a chain.
 
-Each does what the lines of its input say, and answers in lines of JSON; errors are answers too.
+Each obeys the JSON lines of its input, and answers in JSON lines, also for errors.
 """
 
 import json
@@ -31,7 +31,7 @@ CHANNEL = "policy>generator"
 
 
 class Policy:
-    """Weights that are a function of the version: large and small, of several dtypes."""
+    """Weights that depend on the version: large and small tensors of several dtypes."""
 
     def __init__(self, large: int = 300_000, device: str = "cpu") -> None:
         self.device = device
@@ -44,7 +44,7 @@ class Policy:
         }
 
     def advance(self, version: int) -> None:
-        """What an optimizer does: change everything in place."""
+        """Change everything in place, as an optimizer does."""
         generator = torch.Generator(self.device).manual_seed(version)
         for tensor in self.tensors.values():
             if tensor.is_floating_point():
@@ -62,18 +62,18 @@ class Policy:
         self.tensors = dict(tensors)
 
     def export(self, folder: str) -> None:
-        """Nothing that other tools read."""
+        """Export nothing."""
 
 
 def hurry(transport: Any, seconds: float) -> None:
-    """From now on, each wait of a transport takes so long at most. What it is for has happened by then, however long it
-    took: a machine may stand still for seconds.
+    """Limit each later wait of a transport to this many seconds. Call it after the expected event has happened, since a
+    machine may be suspended for seconds before.
     """
     transport._connection.timeout = seconds
 
 
 def published(publisher: WeightPublisher, version: int) -> dict[str, Any]:
-    """Publish a version; the facts that its receivers need, as they travel."""
+    """Publish a version; return the facts for its receivers, as they travel."""
     digests = publisher.publish(version)
     facts = {"version": version, "digests": digests, "description": publisher.description}
     read: dict[str, Any] = json.loads(json.dumps(facts))
@@ -81,13 +81,13 @@ def published(publisher: WeightPublisher, version: int) -> dict[str, Any]:
 
 
 def receive(receiver: WeightReceiver, facts: Mapping[str, Any], transport: Receiving) -> Moved:
-    """Receive the version of which these are the facts."""
+    """Receive the version with these facts."""
     receiver.describe(facts["description"])
     return receiver.receive(facts["version"], facts["digests"], transport)
 
 
 class Peer:
-    """Another process, as the tests see it."""
+    """A peer process, as the tests see it."""
 
     def __init__(self, function: str, *arguments: object) -> None:
         self.process = Forked(f"tests.runtime.tensor.peer:{function}", *map(str, arguments))
@@ -107,8 +107,8 @@ class Peer:
 
 
 class End:
-    """A transport of one end of a link, opened at its first use: the arena of a receiver must be there by then. What
-    is written directly is called `kind` ("shm", "cuda_ipc")."""
+    """The transport of one end of a link, opened at its first use, when a receiver's arena must exist. `kind` is
+    "messages", or the memory that is written directly ("shm", "cuda_ipc")."""
 
     def __init__(self, folder: Path, side: Any, kind: Any, device: str = "cpu") -> None:
         self.folder = folder
@@ -136,7 +136,7 @@ class End:
 
 
 def answer(**facts: Any) -> None:
-    """One line, from any thread: `print` would write its end apart from it."""
+    """Write one line from any thread; `print` would write the line end separately."""
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 
@@ -152,8 +152,8 @@ def synced(receiver: WeightReceiver, facts: Mapping[str, Any], transport: Receiv
 
 
 def main(side: str, folder: str, kind: str, device: str) -> None:
-    """A source publishes (`publish`), sends (`send`), and dies while it sends (`die`); a destination receives what is
-    published, and swaps."""
+    """A source publishes (`publish`), sends (`send`), or dies during its next send (`die`). A destination receives what
+    is published, and swaps it in."""
     end = End(Path(folder), side, kind, device)
     policy, receiver = Policy(device=device), WeightReceiver(CHANNEL, allocate=end.memory, device=device)
     publisher = WeightPublisher(CHANNEL, policy, keep=4, device=device)
@@ -178,15 +178,15 @@ def main(side: str, folder: str, kind: str, device: str) -> None:
 
 
 def chain_link(folder: Path, source: int) -> ReplicaLink:
-    """From a replica to the one after it; from the trainer to the first for -1."""
+    """The link from a replica to the next one; -1 is the trainer."""
     label = f"{CHANNEL} from {'trainer' if source < 0 else f'generator/{source}'} to generator/{source + 1}"
     return ReplicaLink(label, FileStore(f"{folder}/link-{source}"), timeout=60.0, transport="messages")
 
 
 def chained(folder: str, at: str, replicas: str) -> None:
-    """A replica of one rank in a chain receives from the trainer or the replica before it, passes on and swaps. What
-    ended the passing on is an answer by itself. A line with `hurry` says for which link, named by its source, it has
-    less patience from now on, and how many seconds.
+    """A replica of one rank in a chain: it receives from the trainer or the previous replica, forwards, and swaps. A
+    failed forwarding is reported in its own answer. A line with `hurry` limits the waits of a link, named by its
+    source, to the given seconds from then on.
     """
     index = int(at)
 

@@ -1,4 +1,4 @@
-"""Replicas of several ranks for the tests: each rank a thread here, with what a rank has in a process of its own."""
+"""Replicas of several ranks for the tests: each rank is a thread here, with all that a rank's process has."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from .peer import published, receive
 
 CHANNEL = "policy>generator"
 RUN = f"replicas{os.getpid()}"
-"""Of this process alone: tests that run beside it take away what is theirs."""
+"""Unique to this process, since each test run sweeps its segments."""
 SHAPES = {
     "embed.weight": (1031, 96),
     "q.weight": (640, 1024),
@@ -47,14 +47,14 @@ TRAINER: dict[str, Rule] = {**RULES, "embed.weight": None}
 
 
 def wholes(version: int) -> dict[str, Tensor]:
-    """The logical tensors of a version."""
+    """Return the logical tensors of a version."""
     generator = torch.Generator().manual_seed(version)
     made = {name: torch.empty(shape).normal_(generator=generator).bfloat16() for name, shape in SHAPES.items()}
     return {**made, "step": torch.tensor(version)}
 
 
 class ShardedPolicy:
-    """One rank's parts of the logical tensors, on a mesh; parts that are empty are left out."""
+    """One rank's shards of the logical tensors on a mesh, without empty ones."""
 
     def __init__(self, mesh: Axes, rank: int, stages: Mapping[str, tuple[int, ...]] | None = None) -> None:
         self.mesh = mesh
@@ -82,7 +82,7 @@ class ShardedPolicy:
         self.tensors = dict(tensors)
 
     def export(self, folder: str) -> None:
-        """Nothing that other tools read."""
+        """Export nothing."""
 
 
 def size(mesh: Axes) -> int:
@@ -95,7 +95,7 @@ def adder(folder: Path, name: str, mesh: Axes, rank: int, timeout: float = 60.0)
 
 
 class SourceRank:
-    """What a trainer's rank does at a sync."""
+    """A trainer's rank in a weight sync."""
 
     def __init__(self, folder: Path, mesh: Axes, target: Axes, rank: int, **options: Any) -> None:
         stages, delta = options.pop("stages", None), options.pop("delta", 0)
@@ -121,7 +121,7 @@ class SourceRank:
 
 
 class DestinationRank:
-    """What a generator's rank does at a sync. `damage` is done to what arrived."""
+    """A generator's rank in a weight sync. `damage` is applied to what arrived."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class DestinationRank:
 
 
 def together(*works: Callable[[], Any]) -> list[Any]:
-    """Run all at once; their results, or the exceptions that ended them."""
+    """Run all at once; return their results, or the exceptions that they raised."""
     results: list[Any] = [TimeoutError("still running")] * len(works)
 
     def run(index: int) -> None:
@@ -184,7 +184,7 @@ def sound(results: list[Any]) -> list[Any]:
 
 
 class Both:
-    """All ranks of both sides."""
+    """All ranks of a trainer and of a generator replica."""
 
     def __init__(self, folder: Path, source: Axes, target: Axes, shared: bool, **options: Any) -> None:
         if "pp" in dict(source):
@@ -208,7 +208,7 @@ class Both:
         return together(*sends, *(partial(d.sync, version, facts) for d in self.destinations))
 
     def parts(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """What each destination rank should hold of these whole tensors."""
+        """Return the expected shards of each destination rank."""
         named = [(n, tuple(t.shape), "bfloat16") for n, t in tensors.items()]
         mesh = Mesh(tuple((name if name in ("tp", "ep") else "copies", n) for name, n in self.target))
         layout = sharded(named, mesh, RULES, experts=EXPERTS, sharding_axes=())
@@ -230,12 +230,12 @@ class Both:
 
 
 def link_of(folder: Path, index: int, sources: int, mesh: Any, transport: TransportChoice) -> ReplicaLink:
-    """From replica `index` of a chain to the one after it; from the trainer to the first for -1."""
+    """The link from replica `index` of a chain to the next one; -1 is the trainer."""
     return ReplicaLink(CHANNEL, FileStore(f"{folder}/link-{index}"), sources, size(mesh), 30, transport=transport)
 
 
 class Linked(DestinationRank):
-    """A rank of a replica in a chain: the first receives from the trainer, as without one."""
+    """A rank of a replica in a chain; the first replica receives from the trainer as usual."""
 
     def __init__(
         self, folder: Path, source: Any, mesh: Any, rank: int, index: int, replicas: int, transport: TransportChoice
@@ -266,7 +266,7 @@ class Linked(DestinationRank):
 
 
 class Several:
-    """A trainer of several ranks, and a chain of replicas of several ranks."""
+    """A trainer and a chain of replicas, each of several ranks."""
 
     def __init__(
         self, folder: Path, source: Any, mesh: Any, replicas: int, transport: TransportChoice = "messages"
@@ -288,7 +288,7 @@ class Several:
         return together(*sends, *(partial(rank.sync, version, facts) for rank in ranks))
 
     def check(self, version: int) -> None:
-        """Each rank of each replica has its part of the version."""
+        """Check that each rank of each replica has its shard of the version."""
         expected = wholes(version)
         for replica in self.chain:
             for rank in replica:

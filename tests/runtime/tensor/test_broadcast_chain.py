@@ -1,4 +1,4 @@
-"""Weights along a chain: who feeds whom, equal at each replica, and who fails is named on both sides of it."""
+"""Weights along a chain: who sends to whom, equal weights at each replica, and failures named on both sides."""
 
 import queue
 import threading
@@ -29,7 +29,7 @@ from .replicas import Several, sound
 
 pytestmark = pytest.mark.timeout(300)
 LARGE = 10_000_000  # elements of 2 bytes: five messages
-# What Linux takes for a peer that reads nothing counts as sent, up to net.ipv4.tcp_rmem: 32 MB and more.
+# More than Linux may buffer for a peer that reads nothing: up to net.ipv4.tcp_rmem, which is 32 MB or more.
 BEYOND_BUFFERS = 50_000_000
 
 
@@ -74,11 +74,11 @@ def test_a_rank_forwards_all_that_it_holds_to_the_same_rank() -> None:
     assert forwards(held, 1) == (Copy("b", 1, 1, held["b"]), Copy("a", 1, 1, held["a"]))
 
 
-# Processes, each a replica of one rank -----------------------------------------------------------------------
+# Processes: each is a replica of one rank -------------------------------------------------------------------
 
 
 class Chain:
-    """A trainer here, and replicas in processes of their own."""
+    """A trainer here, and replicas in their own processes."""
 
     def __init__(self, folder: Path, replicas: int, large: int) -> None:
         self.replicas = [Peer("chained", folder, index, replicas) for index in range(replicas)]
@@ -92,7 +92,7 @@ class Chain:
         return [self.replicas[index].read() for index in indices]
 
     def send(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
-        """As the publisher's transport."""
+        """Send as the publisher's transport."""
         if self.opened is None:
             opened = self.link.open("source")
             assert isinstance(opened, MessageTransport)
@@ -105,7 +105,7 @@ class Chain:
         return self.opened.send(version, copies, parts, ready)
 
     def sync(self, version: int, before: dict[int, Callable[[], object]] | None = None) -> Any:
-        """Publish, tell all replicas, and send; `before` has what happens before the trainer sends a message."""
+        """Publish, tell all replicas, and send; `before` maps a message's number to an action before it is sent."""
         self.events = before or {}
         self.policy.advance(version)
         facts = published(self.publisher, version)
@@ -195,7 +195,7 @@ def test_a_trainer_that_stands_still_is_named_by_the_first_replica_and_the_secon
     assert (first["live"], second["live"]) == (0, 0)
 
 
-# Several ranks: each a thread here --------------------------------------------------------------------------
+# Several ranks: each is a thread here -----------------------------------------------------------------------
 
 
 FSDP, TP = (("fsdp", 2),), (("tp", 2),)
@@ -216,7 +216,7 @@ def test_replicas_of_several_ranks_have_the_parts_that_direct_ones_have(
 def test_a_replica_passes_messages_on_before_the_last_one_has_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer holds its last message back until two of the others are at the end of the chain."""
+    """The trainer holds back its last message until two others have reached the end of the chain."""
     monkeypatch.setattr("penstock.runtime.tensor.send_recv.GLOO_SIZES", BucketSizes(1 << 13, 1 << 18, slots=3))
     several = Several(tmp_path, (("fsdp", 1),), (("tp", 1),), 3)
     sound(several.move(0))
@@ -250,7 +250,7 @@ def test_a_replica_passes_messages_on_before_the_last_one_has_come(
 
 
 def test_what_is_damaged_on_the_way_is_caught_by_each_replica_that_has_it(tmp_path: Path) -> None:
-    """A bit that flips in the first replica's memory after it was passed on is caught there and nowhere else."""
+    """A bit that flips in the first replica's memory after forwarding is caught there and nowhere else."""
     several = Several(tmp_path, FSDP, TP, 2)
     sound(several.move(0))
 
@@ -321,9 +321,9 @@ def test_a_replica_that_does_not_get_a_version_itself_blames_nobody_after_it() -
     downstreams: tuple[Open | None, ...] = (lambda: onward, None)
     following = ChainHop(ChainForwarder(CHANNEL, 0, blamed.append), lambda: after, None, linked=True)
     with ThreadPoolExecutor(1) as threads:
-        # The next replica asks for the version: its link closes at once, and does not end at the link's deadline.
+        # The next replica asks for the version: its link closes at once, rather than at the link's deadline.
         starved = threads.submit(receive, WeightReceiver(CHANNEL), facts, following)
-        for downstream in downstreams:  # the second one begins when the first one is over, on both sides
+        for downstream in downstreams:  # the second receive begins when the first is over on both sides
             with pytest.raises(TransportError, match="the trainer is gone"):
                 receive(receiver, facts, ChainHop(relay, gone, downstream, linked=False))
         with pytest.raises(TransportError):

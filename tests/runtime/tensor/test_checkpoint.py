@@ -1,4 +1,4 @@
-"""Checkpoints and offloaded state come back equal, on the same mesh or another, a failed write leaves the old one."""
+"""Checkpoints and offloaded state are restored equal, on any mesh; a failed write leaves the old checkpoint."""
 
 import math
 import os
@@ -99,7 +99,7 @@ def test_what_is_no_state_is_named(tmp_path: Path) -> None:
 
 
 def _damage(path: Path, at: bytes) -> None:
-    """Change one bit of the first byte of these bytes, of which a state has only one copy."""
+    """Flip one bit of the first of these bytes, which occur once in the file."""
     data = bytearray(path.read_bytes())
     place = data.index(at)
     data[place] ^= 1
@@ -114,7 +114,7 @@ def test_a_bit_that_a_disk_has_changed_is_found_whatever_it_belongs_to(tmp_path:
         _damage(path, tensors[name].numpy().tobytes())
         with pytest.raises(StateError, match=rf"{path}: not a readable state: {name}: .*checksum"):
             load_state(path)
-        # What nobody reads may be damaged.
+        # Damage in a tensor that is not read does not matter.
         assert StateFile.open(path).tensors("c").keys() == {""}
     save_state(path, tensors, {"number": 1234567})
     _damage(path, b"1234567")
@@ -156,7 +156,7 @@ MESHES: list[Axes] = [
 
 
 class Whole:
-    """A value that each rank has all of."""
+    """A value that each rank holds whole."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -174,7 +174,7 @@ class Whole:
 
 
 class Parts(Whole):
-    """A value whose ranks hold parts of it."""
+    """A value of which each rank holds a shard."""
 
     def __init__(self, mesh: Axes, rank: int) -> None:
         super().__init__(rank)
@@ -239,7 +239,7 @@ def test_a_damaged_part_is_found_by_a_rank_of_any_mesh(tmp_path: Path, before: A
 
 @pytest.mark.parametrize("after", MESHES)
 def test_parts_that_more_ranks_left_there_are_not_read(tmp_path: Path, after: Axes) -> None:
-    """As of a cut on another mesh that was never complete."""
+    """They are left of an incomplete checkpoint on another mesh."""
     _write(tmp_path, (("fsdp", 3), ("tp", 2)))
     for path in tmp_path.glob("*.safetensors"):
         path.write_bytes(b"stale")
@@ -261,7 +261,7 @@ def test_a_rank_whose_part_is_missing_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_rank_whose_host_has_its_part_alone_goes_on_on_the_same_mesh(tmp_path: Path, mesh: Axes) -> None:
-    """As of a replica on hosts that share no folder."""
+    """For example, on hosts that share no folder."""
     _write(tmp_path / "all", mesh)
     for rank in range(Mesh(mesh).size):
         own, value = tmp_path / str(rank), _value(mesh, rank)
@@ -282,7 +282,7 @@ def test_memory_of_copies_is_counted_as_it_is_taken() -> None:
     copies = buffers.copy(tensors)
     assert all(torch.equal(copies[name], tensors[name]) for name in tensors)
     again = buffers.copy({"w": torch.ones(5), "b": torch.zeros(4)})
-    # The memory of one of the same shape serves again, that of another shape is given back.
+    # The buffer of a tensor of the same shape is used again; one of another shape is freed.
     assert again["w"].data_ptr() == copies["w"].data_ptr()
     assert buffers.nbytes == 5 * 4 + 4 * 4
 
@@ -341,7 +341,7 @@ def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
 
 
 def test_a_part_of_another_run_is_refused_with_both(tmp_path: Path) -> None:
-    """As of a folder that a host has kept for itself, and gives to the next run."""
+    """For example, a folder that is not shared stays on a host for the next run."""
     for rank, run in enumerate(("ours", "theirs")):
         copy_shard(tmp_path, "trainer/0", rank, 2, {"policy": Whole(rank)}, {}, {}, run=run).write()
     with pytest.raises(StateError, match=r"trainer-0-1\.safetensors: given a part of run theirs, needed .* ours"):
@@ -351,7 +351,7 @@ def test_a_part_of_another_run_is_refused_with_both(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_an_earlier_format_is_told_with_what_is_needed(tmp_path: Path) -> None:
-    """Such as was written before there were ranks."""
+    """It was written before replicas had several ranks."""
     path = tmp_path / "trainer-0-0.safetensors"
     save_state(path, {}, {"carried": {}, "encoded": {}, "keys": []})
     with pytest.raises(StateError, match=rf"{path}: given a checkpoint of format 1, needed 3: go on with"):
@@ -359,7 +359,7 @@ def test_a_checkpoint_of_an_earlier_format_is_told_with_what_is_needed(tmp_path:
 
 
 def test_texts_of_states_and_values_are_not_in_the_header_which_has_a_limit(tmp_path: Path) -> None:
-    """safetensors writes no header of more than 100 MB."""
+    """safetensors limits the header to 100 MB."""
     said, key = ('"\n' * 500_000, -math.inf), (Firing("score", 3), "text")
     copy_shard(tmp_path, "scorer/0", 0, 1, {}, {"seen": said}, {key: said}).write()
     with part_path(tmp_path, "scorer/0", 0).open("rb") as file:
@@ -370,7 +370,7 @@ def test_texts_of_states_and_values_are_not_in_the_header_which_has_a_limit(tmp_
 
 
 def test_a_checkpoint_of_format_2_is_read(tmp_path: Path) -> None:
-    """It has the texts of states and values among the facts of the file."""
+    """It has the texts of states and values in the file's header."""
     plain = {"tensors": [], "plain": {"value": ["a", 1]}, "tuples": ["value"]}
     facts = {"format": 2, "ranks": 1, "carried": {}, "layouts": {}, "encoded": {"state/seen": plain}, "keys": []}
     save_state(part_path(tmp_path, "scorer/0", 0), {}, facts)
@@ -380,7 +380,7 @@ def test_a_checkpoint_of_format_2_is_read(tmp_path: Path) -> None:
 def test_a_temporary_file_of_another_rank_may_be_gone_before_it_is_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks of a model call its export at the same time, and the first one writes under names that it changes."""
+    """Ranks export at the same time, and the first one writes under temporary names that it renames."""
     mesh = (("fsdp", 2),)
 
     class Written(Parts):
@@ -436,7 +436,7 @@ def back(offload: Offload) -> None:
 
 
 def test_pinned_memory_for_a_large_state_is_little_more_than_the_state() -> None:
-    """Of the masters and AdamW's moments of Llama 3.1 8B: all at once they would take 128 GiB."""
+    """The master weights and AdamW's moments of Llama 3.1 8B would take 128 GiB as one block."""
     layer = [4096 * 4096] * 2 + [4096 * 1024] * 2 + [4096 * 14336] * 3 + [4096] * 2
     kept = [4 * count for _ in range(3) for count in [128256 * 4096] * 2 + layer * 32]
     sizes = {str(number): nbytes for number, nbytes in enumerate(kept)}
@@ -457,7 +457,7 @@ def test_every_bit_is_there_wherever_it_lies_and_the_device_memory_is_given_back
         away(offload, held)
         assert bits(held) == bits(given)
         room |= set(places(held))
-        assert len(room) == 1  # all in one piece, the same each time
+        assert len(room) == 1  # one block, the same each time
         back(offload)
         assert bits(held) == bits(given)
         assert room.isdisjoint(places(held))
@@ -519,7 +519,7 @@ def test_a_move_that_fails_says_why_and_leaves_the_state_where_it_was(monkeypatc
     assert offload.where == "device"
     assert bits(held) == bits(state())
     away(offload, held)
-    assert len(set(places(held))) == 1  # memory was asked for again
+    assert len(set(places(held))) == 1  # memory was allocated again
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty_like", refuse)
         offload.come_back()

@@ -1,4 +1,4 @@
-"""What is exported for torch.distributed.checkpoint is loaded by it, with equal bits, whatever mesh wrote it."""
+"""torch.distributed.checkpoint loads what is exported for it with equal bits, whatever mesh wrote the checkpoint."""
 
 from pathlib import Path
 from typing import Any

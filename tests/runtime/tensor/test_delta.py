@@ -1,4 +1,4 @@
-"""Syncs that send what changed: the bits of dense ones, refused where they do not belong, never larger than dense."""
+"""Delta syncs: they give the same bits as dense ones, are refused on another base, and are never larger than dense."""
 
 import math
 from contextlib import suppress
@@ -29,7 +29,7 @@ KINDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def pair(elements: int, itemsize: int, density: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Random bytes, and the same with about this share of the elements changed."""
+    """Return random bytes, and a copy with about this share of the elements changed."""
     generator = torch.Generator().manual_seed(seed)
     before = torch.randint(0, 256, (elements * itemsize,), generator=generator).to(torch.uint8)
     after = before.clone()
@@ -52,7 +52,7 @@ def test_every_bit_comes_back_and_no_delta_is_larger_than_dense(
     for previous in (before, None):
         delta, target = encode(previous, after, itemsize), before.clone()
         assert delta.payload.nbytes == payload_bytes(after.nbytes, itemsize, delta.changed) <= after.nbytes
-        for _ in range(2):  # a second time changes nothing
+        for _ in range(2):  # a second decode changes nothing
             decode(Delta(delta.changed, delta.payload.clone()), target, itemsize)
             assert torch.equal(target, after)
 
@@ -116,7 +116,7 @@ def _no_segments_left() -> Any:
 
 
 def moved_on(version: int) -> dict[str, Tensor]:
-    """Weights of which one element in a hundred changes in each version."""
+    """Return weights of which one element in a hundred changes in each version."""
     tensors = wholes(0)
     for step in range(1, version + 1):
         generator = torch.Generator().manual_seed(step)
@@ -129,7 +129,7 @@ def moved_on(version: int) -> dict[str, Tensor]:
 
 
 class Slow(ShardedPolicy):
-    """A policy that changes little."""
+    """A policy whose updates change few elements."""
 
     def advance(self, version: int) -> None:
         made = moved_on(version)
@@ -146,7 +146,7 @@ def both_of(
 
 
 def sync(both: Both, version: int) -> int:
-    """Move a version and check each bit of it; the bytes received."""
+    """Move a version and check each bit of it; return the number of bytes received."""
     sound(both.move(version, both.publish(version)))
     for destination, expected in zip(both.destinations, both.parts(moved_on(version)), strict=True):
         weights = destination.receiver.weights
@@ -206,7 +206,7 @@ def test_a_delta_of_another_version_is_refused_and_nothing_is_written(
     answer, said = module._answer, count()
 
     def of_another(version: int, predecessor: int, own: Any) -> Tensor:
-        return answer(version, predecessor + (next(said) == 0), own)  # the source speaks first
+        return answer(version, predecessor + (next(said) == 0), own)  # the source calls it first
 
     monkeypatch.setattr(module, "_answer", of_another)
     hurry(source.transport, 2)

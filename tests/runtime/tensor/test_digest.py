@@ -1,4 +1,4 @@
-"""The proof: independent of the cut, and blind to nothing that goes wrong in a sync."""
+"""The checksum: it does not depend on the sharding, and detects whatever goes wrong in a sync."""
 
 import hashlib
 import math
@@ -40,7 +40,7 @@ def random_tensor(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Tensor:
 
 
 def cut(region: Region, data: Any, depth: int = 3) -> list[Region]:
-    """Random disjoint regions that cover `region`."""
+    """Return random disjoint regions that cover `region`."""
     if not depth or not region.shape or not data.draw(st.booleans()):
         return [region]
     dim = data.draw(st.integers(0, len(region.shape) - 1))
@@ -81,7 +81,7 @@ def mix(x: int) -> int:
 
 
 def row_length(shape: tuple[int, ...], itemsize: int) -> int:
-    """Bytes of a row: the last dimensions that make 1 KiB."""
+    """The bytes of a row: the fewest last dimensions that make 1 KiB."""
     length = itemsize
     for count, size in enumerate(reversed(shape)):
         if count and length >= 1024:
@@ -91,7 +91,7 @@ def row_length(shape: tuple[int, ...], itemsize: int) -> int:
 
 
 def by_hand(tensor: Tensor, name: str, dtype: str) -> int:
-    """The formula of the module, one byte after the other."""
+    """The module's formula, byte by byte."""
     raw = tensor.reshape(-1).view(torch.int8).tolist() if tensor.numel() else []
     length = row_length(tuple(tensor.shape), tensor.dtype.itemsize)
     tiles = -(-length // 8192)
@@ -131,7 +131,7 @@ KEPT = {
 
 
 def kept() -> dict[str, Tensor]:
-    """The tensors of `KEPT`: rows, one long row, a scalar, rows of several tiles."""
+    """The tensors of `KEPT`: rows, one long row, a scalar, and rows of several tiles."""
     return {
         "layers.0.w": (torch.arange(300 * 517) % 251).to(torch.uint8).view(torch.int8).view(300, 517),
         "norm": (torch.arange(20_000) % 97).float(),
@@ -164,12 +164,12 @@ def test_digests_have_the_same_bits_for_ever_and_on_every_device(
 
 
 def overflowing(most: int) -> Any:
-    """Products of int8 as of a CPU that adds two of them up before it adds the pairs, with at most so much."""
+    """int8 products as on a CPU that saturates sums of two products at `most` before it adds these sums."""
 
     def product(rows: Tensor, vectors: Tensor, out: Tensor | None = None) -> Tensor:
         total = torch.zeros(len(rows), vectors.shape[1], dtype=torch.int32) if out is None else out.zero_()
         for x, w in zip(torch.split(rows.int(), 2, 1), torch.split(vectors.int(), 2), strict=True):
-            # With bytes from 0 to 255 in the place of signed ones.
+            # With unsigned bytes (0 to 255) instead of signed ones.
             total += ((x + 128)[:, :, None] * w).sum(1).clamp(-most, most - 1).int() - 128 * w.sum(0).int()
         return total
 
@@ -190,8 +190,8 @@ def test_digests_have_the_same_bits_where_sums_of_products_overflow(monkeypatch:
 
 
 class OtherDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """torch's meta device as a GPU, whose memory cannot be read: what is copied to the host is counted, and zeros.
-    An operation on tensors of two devices fails, as does one that has to know a value."""
+    """torch's meta device as a GPU with unreadable memory: copies to the host are recorded, and give zeros. An
+    operation on tensors of two devices fails, as does one that needs a value."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Links between processes: weights arrive equal, and who fails is named, whatever carries them; never a hang."""
+"""Links between processes: weights arrive equal, failures name their culprit on any transport, and nothing hangs."""
 
 import itertools
 import math
@@ -65,7 +65,7 @@ KINDS = pytest.mark.parametrize("kind", ["messages", "shm", pytest.param("cuda_i
 
 
 class Link:
-    """A link between this process and others: each `join` starts one, with a folder and a link of its own."""
+    """Links between this process and others: each `join` starts a process with a folder and a link of its own."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.folder, self.kind = folder, kind
@@ -74,13 +74,13 @@ class Link:
         self.ends: list[End] = []
 
     def join(self, side: str) -> tuple[Peer, End]:
-        """Another process on this side, and our end, which is on the other one."""
+        """Start a process on this side; return it and our end, which is on the other side."""
         folder = self.folder / f"put{secrets.token_hex(6)}"
         folder.mkdir()
         ours = End(folder, "destination" if side == "source" else "source", self.kind, self.device)
         self.ends.append(ours)
         self.peers.append(Peer("main", side, folder, self.kind, self.device))
-        if self.kind == "messages":  # others are opened by the first sync
+        if self.kind == "messages":  # other transports are opened by the first sync
             self.peers[-1].tell(open=True)
             ours.open()
             assert self.peers[-1].read() == {"open": "MessageTransport"}
@@ -147,7 +147,7 @@ def test_the_main_thread_computes_while_a_version_arrives(links: Any) -> None:
     facts = peer.ask(publish=3)
     receiver.describe(facts["description"])
     receiver.start(3, facts["digests"], end, results.put)
-    assert sum(range(100_000)) == 4_999_950_000  # the source has not been told yet: a wait with the lock would hang
+    assert sum(range(100_000)) == 4_999_950_000  # the source was not told to send yet: a wait with the GIL held hangs
     assert receiver.weights.version == -1
     peer.tell(send=3)
     assert isinstance(results.get(timeout=60), Moved)
@@ -194,8 +194,8 @@ def test_a_sender_that_dies_half_way_leaves_the_live_version_as_it_was(links: An
 
 
 def kill_half_way(monkeypatch: Any, end: End, peer: Peer) -> None:
-    """While the first piece is written; or after the wait for the header: then all messages are under way, and what is
-    half way ends with the deadline alone.
+    """Kill the peer while the first piece is written, or with messages after the wait for the header: all messages are
+    in flight then, and an unfinished one ends only at the deadline.
     """
     wait, waits = Message.wait, itertools.count(1)
 
@@ -206,7 +206,7 @@ def kill_half_way(monkeypatch: Any, end: End, peer: Peer) -> None:
 
     def wait_then_kill(message: Message) -> Tensor:
         found = wait(message)
-        # The first one is for the version that the peer awaits.
+        # The first wait is for the version that the peer expects.
         if message._connection is end.opened._connection and next(waits) == 2:  # type: ignore[union-attr]
             kill()
             hurry(end.opened, 2)
@@ -303,7 +303,7 @@ def test_a_gpu_that_is_late_is_named_with_the_version(tmp_path: Path, monkeypatc
     sweep(folder.name)
 
 
-# Who meets, and by which transport ---------------------------------------------------------------------------
+# Rendezvous, and the choice of a transport ------------------------------------------------------------------
 
 
 def test_a_peer_that_never_comes_is_named_and_what_a_machine_lacks_is_told_at_once() -> None:
@@ -343,7 +343,7 @@ def memory() -> Iterator[SharedMemory]:
 
 
 def opened(choice: Any, memory: Any) -> list[Future[Transport]]:
-    """Both sides of a link, each in its thread."""
+    """Open both sides of a link, each in its thread."""
     both = ReplicaLink("policy>generator", HashStore(), timeout=20, transport=choice)
     with ThreadPoolExecutor(2) as threads:
         return [threads.submit(both.open, "source"), threads.submit(both.open, "destination", 0, memory)]
@@ -376,7 +376,7 @@ def test_a_transport_that_a_rank_cannot_use_is_refused_on_both_sides_with_its_na
 
 
 def adders(folder: Path, ranks: int) -> list[AllReduce]:
-    """They have met, however long that took."""
+    """Return the ranks' all-reduces after they have connected, however long that took."""
     names = [f"rank {number}" for number in range(ranks)]
     made = [AllReduce("trainer", FileStore(str(folder / "sum")), rank, names, timeout=30) for rank in range(ranks)]
     sound(together(*(partial(add, torch.zeros(2, dtype=torch.int64)) for add in made)))
@@ -412,7 +412,7 @@ def test_a_rank_that_does_not_add_or_adds_another_sum_is_named(tmp_path: Path) -
 
 
 def test_ranks_of_a_world_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # which `open_world` sets
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # as `open_world` sets it
     with pytest.raises(TransportError, match=r"rank 0: the 3 ranks .* not there: rank 1, rank 2"):
         open_world(HashStore(), [f"rank {number}" for number in range(3)], 0, timeout=0.2)
 
@@ -424,7 +424,7 @@ def test_ranks_of_a_world_that_do_not_come_are_named(monkeypatch: pytest.MonkeyP
         ("[::1]", "lo"),
         ("10.0.0.1", "eth0"),
         ("[fd00::2]", "eth1"),
-        # Gloo and NCCL would listen at another address of the interface.
+        # Gloo and NCCL would listen at the interface's first address, not at this one.
         ("10.8.0.1", "needed 10.0.0.1 "),
         ("fd00::1", "needed 10.0.0.1 "),
         ("10.0.0.9", "10.0.0.1 (eth0), "),
@@ -448,7 +448,7 @@ def test_a_replica_meets_at_the_interface_whose_first_address_is_the_hosts(
 
 
 def test_a_rank_that_waits_for_one_that_hangs_waits_longer_than_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would be the one that is named."""
+    """Otherwise this rank would be reported instead of the one that hangs."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     open_world(HashStore(), ["rank 0"], 0, timeout=60.0)
     try:
@@ -466,8 +466,8 @@ def test_a_rank_alone_takes_what_there_is() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_all_ranks_make_the_same_steps_with_the_same_orders(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads stand for ranks. Orders reach each in its own time, and keep each busy for some steps: not all of them
-    for equally many, as work that depends on the clock would; some are through with it at once."""
+    """Threads stand in for ranks. Orders reach each at its own time and keep each busy for its own number of steps, as
+    work that depends on the clock does; some ranks finish at once."""
     ranks, orders = 3, 40
     barrier, given = threading.Barrier(ranks, timeout=30), dict[int, Tensor]()
     histories: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
@@ -502,7 +502,7 @@ def test_all_ranks_make_the_same_steps_with_the_same_orders(seed: int, monkeypat
 
 CPU = torch.device("cpu")
 SHAPE = (3000, 2000)
-LEFT = Region((0, 0), (3000, 1000))  # half of the columns: strided in the whole, contiguous in a part of its own
+LEFT = Region((0, 0), (3000, 1000))  # half of the columns: strided in the whole tensor, contiguous in a shard
 
 
 def test_a_large_piece_is_cut_alike_on_both_sides_whichever_has_it_strided() -> None:
@@ -515,7 +515,7 @@ def test_a_large_piece_is_cut_alike_on_both_sides_whichever_has_it_strided() -> 
     )
     assert [p.copies for p in sent] == [p.copies for p in received]
     assert [p.slot for p in sent] == [k % 2 for k in range(len(sent))]
-    # The last message is what is left, and small.
+    # The last message has the small remainder.
     assert [p.slot for p in received] == [None] * len(received)
     assert all(p.buffer.nbytes <= BUCKET for p in sent)
     for out, into in zip(sent, received, strict=True):
@@ -581,7 +581,7 @@ def test_rounds_have_every_element_once_and_are_full_and_large_pieces_travel_alo
         elements = list(itertools.product(*map(range, copy.region.start, copy.region.stop)))
         assert sorted(found[copy.tensor]) == elements
     assert max(sums) <= full
-    # A round is left when the next slab of a piece does not fit: no two neighbours could be one.
+    # A round ends only when the next slab of a piece does not fit: no two neighbours fit in one round.
     slabs = [math.prod(shape) * itemsize // next((n for n in shape if n > 1), 1) for shape, itemsize in tensors]
     assert max(slabs) > full or all(a + b > full for a, b in itertools.pairwise(sums))
 
@@ -590,7 +590,7 @@ def test_rounds_have_every_element_once_and_are_full_and_large_pieces_travel_alo
 
 
 class HostBlocks:
-    """What CUDA's driver gives, in the host's memory: each block is mapped again when it is opened."""
+    """CUDA's driver in host memory: a block is mapped again each time it is opened."""
 
     run = f"testblocks{os.getpid()}"
 
@@ -631,7 +631,7 @@ def test_what_is_written_through_a_place_is_in_the_owners_memory_and_nothing_bes
         rows = buffer[offset : offset + 512].view(torch.bfloat16).view(16, 16)
         assert rows[:, :8].eq(3).all()
         assert not rows[:, 8:].any()
-    assert (int(first.count_nonzero()), int(second.count_nonzero())) == (256, 512)  # 3 is 0x4040
+    assert (int(first.count_nonzero()), int(second.count_nonzero())) == (256, 512)  # a 3 is 0x4040
     place = memory.place(first[1024:])
     for bad, strides in ((place._replace(offset=4000), (16, 1)), (place, (4096, 1)), (place, (-1, 1))):
         with pytest.raises(SegmentError, match="is not in the 4096 bytes"):

@@ -1,4 +1,4 @@
-"""What goes over NCCL, in its order: carried out in order and unbuffered, it ends, and arrives whole."""
+"""The order of what is sent over NCCL: in order and unbuffered, it finishes and arrives whole."""
 
 import threading
 import time
@@ -36,7 +36,7 @@ from .unbuffered_links import UnbufferedGroup, with_gpus
 
 pytestmark = pytest.mark.timeout(300)
 FSDP2, TP2 = (("fsdp", 2),), (("tp", 2),)
-# Many rounds of several messages, some of which lie as they travel and some of which are packed.
+# Small sizes give many rounds of several messages, some sent directly and some packed.
 SMALL = BucketSizes(1 << 13, 1 << 14, slots=2)
 
 
@@ -66,7 +66,7 @@ def test_a_chain_over_several_links_ends_and_every_rank_has_its_part(tmp_path: P
     for version in (0, 1, 3):
         sound(several.move(version))
         several.check(version)
-    assert len(worlds) == 3  # from the trainer, and from each replica to the next one
+    assert len(worlds) == 3  # from the trainer, and from each replica to the next
     assert all(world.trace for world in worlds.values())
 
 
@@ -74,7 +74,7 @@ LISTED = [("a", (7, 6), "float32"), ("b", (5,), "int8"), ("c", (3, 4, 5), "bfloa
 
 
 def held(layout: Layout, rank: int, wholes: Mapping[str, Tensor], *, filled: bool) -> Shards:
-    """What a rank holds: parts of the whole tensors, or as much of nothing."""
+    """Return a rank's shards of the whole tensors, or zeros of the same shapes."""
     found = {}
     for t in layout.tensors:
         for region in t.held_by(rank):
@@ -91,7 +91,7 @@ def test_every_drawn_plan_ends_in_order_and_unbuffered(data: Any) -> None:
     assume(source.ranks <= 6 and target.ranks <= 6)
     try:
         plan = reshard(source, target)
-    except ValueError:  # a stage that is drawn may lack tensors
+    except ValueError:  # a random stage may lack tensors
         assume(False)
     with pytest.MonkeyPatch.context() as patch:
         with_gpus(patch, BucketSizes(16, 48, slots=2))
@@ -124,7 +124,7 @@ def test_every_drawn_plan_ends_in_order_and_unbuffered(data: Any) -> None:
                 } == dict.fromkeys(expected, True)
 
 
-# When it does not go well -------------------------------------------------------------------------------------
+# Failures -----------------------------------------------------------------------------------------------------
 
 
 def pair(monkeypatch: Any) -> tuple[MessageTransport, MessageTransport]:
@@ -142,14 +142,14 @@ def weights(value: float) -> tuple[Any, Shards]:
 
 
 def comes(receiver: MessageTransport) -> None:
-    """It comes to the version, and goes no further."""
+    """Let the receiver report itself at the version, and do nothing more."""
     connection = receiver._connection
     connection.send(torch.tensor([0, SMALL.full]), 0, 0).wait()
     connection.receive(torch.empty(4, dtype=torch.int64), 0, 0).wait()
 
 
 def hurry_at_its_calls(monkeypatch: Any, sender: MessageTransport) -> None:
-    """It has half a second for each call; and as long as ever to find its receiver at the version."""
+    """Limit the sender's calls to half a second, but not its wait for the receiver to reach the version."""
     send = NcclCarrier.send
 
     def hurried(self: NcclCarrier, *given: Any) -> Any:
@@ -160,7 +160,7 @@ def hurry_at_its_calls(monkeypatch: Any, sender: MessageTransport) -> None:
 
 
 def stand_still(monkeypatch: Any) -> None:
-    """Calls begin, and end when they are aborted."""
+    """Make calls begin, but end only when they are aborted."""
     monkeypatch.setattr(UnbufferedGroup, "call", lambda self, verb, messages: self.ended.wait)
 
 
@@ -197,12 +197,12 @@ def test_no_bucket_leaves_before_its_receiver_is_at_the_version(monkeypatch: Any
 
 
 def test_a_staging_buffer_is_packed_again_when_its_message_has_left(monkeypatch: Any) -> None:
-    """The receiver takes nothing until the sender has begun as many rounds as it has buffers, and some time is over."""
+    """The receiver takes nothing until the sender has begun a round for each of its buffers, and for a moment after."""
     sender, receiver = pair(monkeypatch)
     shape = (64, 512)
     layout = Layout.whole([(f"t{k}", shape, "float32") for k in range(6)])
     copies = reshard(layout, layout).sends(0)
-    # Every other row of a larger tensor: none of it lies as it travels.
+    # Every other row of a larger tensor, so that all must be packed.
     wide = {t.name: torch.randn(128, 512) for t in layout.tensors}
     parts = {name: Shard(Region.whole(shape), t[::2]) for name, t in wide.items()}
     into = {name: Shard(Region.whole(shape), torch.zeros(shape)) for name in wide}
@@ -309,7 +309,7 @@ def test_another_version_than_is_awaited_is_refused_before_any_bucket_is_begun(m
     assert into["t"].tensor.eq(0).all()
 
 
-# How large it goes -------------------------------------------------------------------------------------------
+# Sizes of messages --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_a_sync_by_nccl_is_a_few_tens_of_calls_and_stages_no_more_with_more_peer
     itemsizes = {t.name: 2 for t in target.tensors}
     group: Any = UnbufferedGroup
     carrier = NcclCarrier(None, group, HashStore())  # type: ignore[arg-type]
-    # What each rank can take, from what it knows of the plan: its own part.
+    # Each rank computes its room from what it knows of the plan: its own part.
     loads: dict[tuple[int, int], defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
     for pair, copies in pairs.items():
         for side, peer in ((0, 1), (1, 0)):

@@ -1,4 +1,4 @@
-"""Values in shared memory: equal copies, no leak, and no reference or damaged block that crashes a reader."""
+"""Values in shared memory: equal copies, no leak, and no bad handle or damaged block crashes a reader."""
 
 import json
 import mmap
@@ -137,7 +137,7 @@ def test_the_declared_class_decides_and_must_fit() -> None:
 
 
 class Pieces(mmap.mmap):
-    """A map that keeps how it was made, and what was asked of it."""
+    """An mmap that records its flags and madvise calls."""
 
     flags: int
     asked: list[tuple[int, int]]
@@ -157,7 +157,7 @@ class Pieces(mmap.mmap):
 def test_a_segment_is_mapped_whole_by_pieces_between_which_threads_run(
     monkeypatch: pytest.MonkeyPatch, writable: bool
 ) -> None:
-    """Python lets no thread run while it maps: weights of gigabytes would stop the heart of a rank for too long."""
+    """Python holds the GIL while it maps: for gigabytes this would stop a rank's heartbeat for too long."""
     monkeypatch.setattr(mmap, "mmap", Pieces)
     size = 2 * PIECE + 5000
     made = create_segment(f"penstock-{secrets.token_hex(6)}-owner-0", size, [SHM])
@@ -167,7 +167,7 @@ def test_a_segment_is_mapped_whole_by_pieces_between_which_threads_run(
             held: Any = segment.view.obj
             assert not held.flags & mmap.MAP_POPULATE
             assert held.asked == [(0, PIECE), (PIECE, PIECE), (2 * PIECE, 5000)]
-        # Of both maps every page is there.
+        # All pages of both maps are present.
         smaps = Path("/proc/self/smaps").read_text().split(made.name)[1:]
         assert [int(re.search(r"Rss: +(\d+)", one)[1]) for one in smaps] == [-(-size // 4096) * 4] * 2  # type: ignore[index]
         opened.close()
@@ -428,7 +428,7 @@ def test_a_segment_that_is_gone_names_the_owner(store: ObjectStore, reader: Obje
 
 
 @settings(deadline=None)
-@example(63, ord(" "))  # of 16 rows 6, and 15: as many bytes as these take
+@example(63, ord(" "))  # the header's 16 rows become 6, and 15 in the next example
 @example(64, ord("5"))
 @given(st.integers(24, 255), st.integers(0, 255))
 def test_a_damaged_block_is_an_error_or_a_value_never_a_crash(position: int, byte: int) -> None:
@@ -478,6 +478,6 @@ def test_a_store_made_anew_under_the_same_name_repeats_no_handle(reader: ObjectR
     new = second.put(rewards(3, seed=1))
     with pytest.raises(ObjectRefError, match="is not in use"):
         second.free(old)
-    with pytest.raises(ObjectRefError, match="freed"):  # this reader still maps the segment that is gone
+    with pytest.raises(ObjectRefError, match="freed"):  # this reader still maps the removed segment
         reader.get(new, Rewards)
     second.close()

@@ -1,4 +1,4 @@
-"""Layouts and plans, against torch and against brute force: every element comes once, from a rank that holds it."""
+"""Layouts and plans checked against torch and by brute force: each element is sent once, by a rank that holds it."""
 
 import heapq
 import itertools
@@ -102,7 +102,7 @@ def test_ranks_that_hold_nothing_count() -> None:
     assert Layout.whole([("t", (0,), "int8")], ranks=3).ranks == 3
 
 
-# Placements against what torch does --------------------------------------------------------------------------
+# Placements compared with torch ------------------------------------------------------------------------------
 
 
 RULES = {"column.weight": (0, 0), "row.weight": (1, 0), "norm.weight": None}
@@ -110,7 +110,7 @@ RULES = {"column.weight": (0, 0), "row.weight": (1, 0), "norm.weight": None}
 
 @contextmanager
 def torch_mesh(rank: int, *axes: tuple[str, int]) -> Iterator[DeviceMesh]:
-    """A mesh of torch's in which this process is `rank`: the backend moves nothing."""
+    """A torch mesh in which this process is `rank`; its backend moves nothing."""
     sizes = tuple(size for _, size in axes)
     world = torch.Size(sizes).numel()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
@@ -205,7 +205,7 @@ def test_an_expert_is_at_one_place_and_what_is_none_is_cut_over_both_axes(mesh: 
     places = dict(zip((name for name, _ in mesh), own.coordinates().tolist(), strict=True))
     for rank in range(own.size):
         fsdp, ep = places["fsdp"][rank], places["ep"][rank]
-        # 10 rows in four parts, the outer axis first.
+        # 10 rows in four shards, the outer axis first.
         part = fsdp * 2 + ep if mesh[0][0] == "fsdp" else ep * 2 + fsdp
         assert layout.by_name["gate.weight"].held_by(rank) == (Region((3 * part, 0), (min(10, 3 * part + 3), 3)),)
         for expert in range(4):
@@ -261,7 +261,7 @@ LLAMA_405B = ModelConfig(128256, 16384, 53248, 126, 128, 8, 128)
 
 
 def check(src: Layout, dst: Layout, plan: ReshardPlan) -> None:
-    """Brute force: a count per element of every destination region, and who holds what is sent."""
+    """Check by brute force: count the writes of each element, and that senders hold what they send."""
     for wanted in dst.tensors:
         held = src.by_name[wanted.name]
         for rank in range(dst.ranks):
@@ -377,7 +377,7 @@ def test_a_holder_on_the_receiver_s_host_sends() -> None:
     check(src, dst, plan)
     for destination, sources in ((0, {2, 3}), (1, {4, 5}), (2, {2, 3})):
         assert {c.source for c in plan.receives(destination)} == sources
-    # Who has no trainer on its host is served by those that are least loaded.
+    # A destination without a trainer on its host is served by the least loaded sources.
     assert {c.source for c in plan.receives(3)} <= {0, 1, 4, 5}
 
 
@@ -457,7 +457,7 @@ GENERATORS_405B = llama_405b(("replica", 64), ("tp", 8))
 
 
 def test_405b_between_512_and_512_ranks_is_balanced_and_small() -> None:
-    """FSDP64 × TP8 trainers, 64 TP8 generators."""
+    """FSDP64 × TP8 trainers, and 64 TP8 generators."""
     src, dst = llama_405b(("fsdp", 64), ("tp", 8)), GENERATORS_405B
     plan = reshard(src, dst)
     assert len(plan.groups) == 7
@@ -484,7 +484,7 @@ def test_405b_between_512_and_512_ranks_is_balanced_and_small() -> None:
 def test_405b_with_replicated_trainers_is_balanced(axes: tuple[tuple[str, int], ...]) -> None:
     src = llama_405b(*axes)
     plan = reshard(src, GENERATORS_405B)
-    # The last shards of 21 are short: no other rank may send in their place what only they lack.
+    # The last of 21 shards is short, so that its holders send less: bound only the maximum.
     assert max(plan.bytes_out) <= 1.01 * sum(plan.bytes_out) / len(plan.bytes_out)
     assert max(plan.bytes_in) == min(plan.bytes_in)
     replicas = [plan.bytes_out[r] for r in range(src.ranks) if held(src, r) == held(src, 0)]
@@ -492,7 +492,7 @@ def test_405b_with_replicated_trainers_is_balanced(axes: tuple[tuple[str, int], 
 
 
 def test_405b_in_pipeline_stages_is_balanced_within_each_stage() -> None:
-    """A stage that has more layers, or the embedding, has more to send; within one the ranks share it evenly."""
+    """A stage with more layers or the embedding sends more; within a stage the ranks share the sending evenly."""
     src = llama_405b(("pp", 16), ("dp_replicate", 2), ("fsdp", 2), ("tp", 8))
     plan = reshard(src, GENERATORS_405B)
     assert max(plan.bytes_in) == min(plan.bytes_in)
@@ -509,7 +509,7 @@ def test_pipeline_stages_on_both_sides_send_only_what_is_there() -> None:
     assert received == {(r, t.name) for t, r in itertools.product(dst.tensors, range(12)) if t.held_by(r)}
 
 
-# Sharing out -------------------------------------------------------------------------------------------------
+# Shared sending ----------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 30), st.integers(1, 12))

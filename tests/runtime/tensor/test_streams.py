@@ -1,5 +1,5 @@
-"""On which stream of a GPU weights are worked at, and after what. No GPU is needed: streams and events are stood in for
-by ones that know what comes before them (a test instrument); all that uses them is the real thing."""
+"""On which GPU stream work on weights runs, and after what. Fake streams and events record what precedes them, so that
+no GPU is needed; all code that uses them is the real one."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from .peer import CHANNEL, Policy, published
 
 
 class FakeStream:
-    """Work runs in the order in which it is given; `before` is all that is certain to be over by then."""
+    """Work runs in the order given; `before` is the work that is certainly finished by then."""
 
     def __init__(self, priority: int = 0) -> None:
         self.priority, self.before = priority, set[str]()
@@ -41,7 +41,7 @@ class FakeEvent:
 
 
 class Card:
-    """Streams as a device module has them. Each thread begins in the one that all have in common, `main`."""
+    """Streams as a device module provides them. Each thread starts on the common stream `main`."""
 
     Stream, Event = FakeStream, FakeEvent
 
@@ -63,7 +63,7 @@ class Card:
             self._here.stream = before
 
     def work(self, name: str) -> None:
-        """Give the current stream something to do."""
+        """Put named work on the current stream."""
         stream = self.current_stream()
         self.after[name], self.on[name] = frozenset(stream.before), stream
         stream.before.add(name)
@@ -104,7 +104,7 @@ def test_a_snapshot_is_taken_after_the_optimizer_and_before_its_next_step(card: 
 
 
 class Arriving:
-    """Weights that come from a publisher in this process."""
+    """Weights that arrive from a publisher in this process."""
 
     def __init__(self, card: Card, publisher: WeightPublisher) -> None:
         self.card, self.publisher = card, publisher
@@ -144,10 +144,10 @@ def test_a_shadow_is_filled_beside_decoding_and_read_when_it_is_full(card: Card,
     for version in range(3):
         for step in ("arrive", "check", "restore"):
             assert card.on[f"{step} {version}"] is not card.main
-            # What is decoded meanwhile is not waited for, and what reads the version waits for all of it.
+            # It does not wait for concurrent decoding, and decoding after the swap waits for all of it.
             assert f"decode beside {version}" not in card.after[f"{step} {version}"]
             assert f"{step} {version}" in card.after[f"decode after {version}"]
-    # The shadow of version 2 was live as version 0: steps that may still read it have come before the swap to 1.
+    # Version 2's shadow was live as version 0: steps that may read it were issued before the swap to 1.
     assert {"decode after 0", "decode beside 1"} <= card.after["arrive 2"]
     assert "decode after 1" not in card.after["arrive 2"]
 

@@ -1,4 +1,4 @@
-"""How weights go between two replicas, from what their ranks have: every combination, against the rules in words."""
+"""How weights go between two replicas, given what their ranks have: all combinations, compared with the rules."""
 
 import itertools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from penstock.runtime.tensor.process_group import Connection, TransportError
 
 SHM, IPC, BOTH = 0b01, 0b10, 0b11
 NCCL = 2_027_003
-# A rank by where it is: (host, GPU or 0, what a source can write from there, what a destination can be written in).
+# Where a rank is: (host, GPU); GPU 0 means the CPU.
 PLACES = [(host, gpu) for host in (1, 3) for gpu in (0, 11 + 10 * host, 13 + 10 * host)]
 
 
@@ -32,7 +32,7 @@ def destination(place: tuple[int, int], memory: bool, sees: int = 7) -> RankFact
 
 
 def possible(places: list[tuple[int, int]], memory: bool, sees_alike: bool) -> dict[str, bool]:
-    """The rules: `places` are those of one source rank and of destination ranks."""
+    """The rules; `places` are those of one source rank and the destination ranks."""
     one_host = len({host for host, _ in places}) == 1
     gpus = [gpu for _, gpu in places]
     on_gpus = all(gpus)
@@ -46,8 +46,8 @@ def possible(places: list[tuple[int, int]], memory: bool, sees_alike: bool) -> d
 
 @pytest.mark.parametrize("asked", TRANSPORTS)
 def test_a_link_uses_the_first_transport_that_all_its_ranks_can(asked: Any) -> None:
-    """Over all hosts and devices of a source rank and two destination ranks, with and without memory to write, with
-    equal and other GPUs to see, and with deltas."""
+    """For all hosts and devices of one source rank and two destination ranks, with and without writable memory, with
+    equal and different visible GPUs, and with deltas."""
     seen = set()
     for places in itertools.product(PLACES, repeat=3):
         for memory, alike, delta in itertools.product((True, False), (True, False), (0, 4)):
@@ -59,7 +59,7 @@ def test_a_link_uses_the_first_transport_that_all_its_ranks_can(asked: Any) -> N
             expected = next((kind for kind in wanted if can[kind]), None)
             found = choose_transport(ranks, asked, delta)
             assert found.transport == expected, (places, memory, alike, delta)
-            # Who is named is at fault: without it and the ranks after it nothing is.
+            # The rank named is at fault: without it and later ranks, the transport is possible.
             if expected is None and found.reason:
                 rest = choose_transport(ranks[: found.culprit], asked, delta) if found.culprit else None
                 assert rest is None or rest.transport == asked
@@ -79,7 +79,7 @@ def test_a_link_uses_the_first_transport_that_all_its_ranks_can(asked: Any) -> N
 def test_a_rank_that_nccl_cannot_join_is_named_on_both_sides_and_auto_says_why_it_is_slower(
     change: dict[str, int], reason: str
 ) -> None:
-    """Two hosts with a GPU each, but for what is changed."""
+    """Two hosts with a GPU each, except for the change."""
     own = [RankFacts(1, 0, 0, 21, NCCL), RankFacts(3, 0, 0, 41, NCCL)._replace(**change)]
 
     def agreed(asked: Any, warn: Callable[[str], object]) -> list[Any]:
@@ -99,7 +99,7 @@ def test_a_rank_that_nccl_cannot_join_is_named_on_both_sides_and_auto_says_why_i
     assert agreed("nccl", pytest.fail) == [refused] * 2
     told: list[str] = []
     assert agreed("auto", told.append) == ["messages"] * 2
-    # A CPU is no news; what else keeps GPUs from NCCL is.
+    # A rank on the CPU is not reported; other reasons against NCCL are.
     assert len(told) == (change != {"gpu": 0})
     assert all(f"destination rank 0 {reason}; weights go as messages" in text for text in told)
 

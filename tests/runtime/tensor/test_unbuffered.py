@@ -1,4 +1,4 @@
-"""The instrument of the tests of order finds what NCCL would not get through, and nothing else."""
+"""The instrument of the order tests detects what would hang with NCCL, and nothing else."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ from tests.unbuffered import Call, Cards, Deadlock, Mismatch, Operation, Unbuffe
 
 
 def exchange(order: Callable[[int], tuple[str, str]]) -> Callable[[int], list[float]]:
-    """Two ranks send each other a number, outside of groups and in the order that each is told."""
+    """Two ranks exchange a number, without a group, in the order given for each rank."""
 
     def work(rank: int) -> list[float]:
         own, other = torch.tensor([float(rank)]), torch.zeros(1)
@@ -53,7 +53,7 @@ def test_the_same_messages_in_turn_or_in_a_group_arrive(monkeypatch: Any) -> Non
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_pairs_have_streams_of_their_own_unless_the_group_is_bound_to_a_device(eager: bool) -> None:
-    """Rank 0 sends to 1 and then to 2; rank 2 must have it before it tells rank 1 to receive."""
+    """Rank 0 sends to 1 and then to 2; rank 2 must receive it before it tells rank 1 to receive."""
     world = Unbuffered(3, eager=eager)
 
     def first() -> None:
@@ -82,7 +82,7 @@ def test_a_send_that_meets_another_size_or_nobody_is_told() -> None:
             lambda: world.rank(0).send(torch.ones(2), 1).wait(), lambda: world.rank(1).receive(torch.ones(1), 0).wait()
         )
     alone = Unbuffered(2)
-    with pytest.raises(Deadlock):  # one rank is through, and the other one waits for it
+    with pytest.raises(Deadlock):  # one rank has ended, and the other waits for it
         alone.run(lambda: alone.rank(0).send(torch.ones(2), 1).wait(), lambda: None)
     forgotten = Unbuffered(2)
     with pytest.raises(AssertionError, match="calls that nobody met"):
@@ -91,8 +91,8 @@ def test_a_send_that_meets_another_size_or_nobody_is_told() -> None:
 
 @pytest.mark.parametrize("room", [1, 2])
 def test_calls_of_several_communicators_end_in_any_order_if_a_card_has_room_for_all(room: int) -> None:
-    """Two ranks of a trainer send to two of a generator, and the ranks of each compute together: half of them begin
-    with the one, and half with the other."""
+    """Two ranks of a trainer send to two of a generator, and the ranks of each replica compute together. Half of the
+    ranks begin with the sync, and half with the computation."""
     cards, places = Cards(room), ("trainer 0", "trainer 1", "generator 0", "generator 1")
     link = Unbuffered(4, patience=1.0, cards=cards, places=places)
     replicas = [Unbuffered(2, patience=1.0, cards=cards, places=own) for own in (places[:2], places[2:])]

@@ -1,4 +1,4 @@
-"""A sync of weights: order, proof, swap; every element where it belongs, whatever the meshes and the wire format."""
+"""A weight sync: order, checksums and swap; each element arrives in place for all meshes and wire formats."""
 
 import queue
 import threading
@@ -91,7 +91,7 @@ def test_fused_tensors_lie_one_after_the_other_in_both_buffers() -> None:
         begins = {name: shard.tensor.data_ptr() for name, shard in shards.items()}
         assert begins["k"] == begins["q"] + 4 * 64
         assert begins["v"] == begins["k"] + 2 * 64
-        # After one that does not fill a cache line the next begins its own.
+        # A tensor after one that does not end at a cache line's end starts a new line.
         assert begins["next"] > begins["small"] + 12
         assert all(begin % 64 == 0 for begin in begins.values())
         spans += [(shard.tensor.data_ptr(), shard.tensor.data_ptr() + shard.tensor.nbytes) for shard in shards.values()]
@@ -116,7 +116,7 @@ def test_dtypes_that_do_not_travel_are_named_before_anything_moves() -> None:
 
 
 class Damaged(LocalTransport):
-    """A transport that does one thing wrong on its way."""
+    """A transport that makes one error."""
 
     def __init__(self, damage: Callable[[Shards], None], skip: str) -> None:
         super().__init__(CHANNEL)
@@ -299,7 +299,7 @@ def test_a_sample_follows_from_the_version_alone_and_is_never_empty() -> None:
 
 @pytest.mark.parametrize("axes", [(("tp", 4),), (("dp", 2), ("tp", 2)), (("dp", 4),)])
 def test_each_distinct_region_is_counted_once(axes: Axes) -> None:
-    """Of the parts of all ranks the sums make the digests of the whole, wherever there are replicas."""
+    """The sums of all ranks' shards add up to the whole tensors' digests, with or without replicas."""
     shapes, mesh = {"a": (40, 30), "b": (7, 64), "c": (5,)}, Mesh(axes)
     layout = sharded([(n, s, "float32") for n, s in shapes.items()], mesh, {"a": (0, 0), "b": (1, 2), "c": None})
     made = {name: torch.randn(shape) for name, shape in shapes.items()}
@@ -345,7 +345,7 @@ SHARED = pytest.mark.parametrize("shared", [False, True], ids=["messages", "shar
 def test_every_rank_gets_its_part_of_each_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Axes, target: Axes, shared: bool
 ) -> None:
-    # More messages than staging buffers.
+    # There are more messages than staging buffers.
     sizes = BucketSizes(1 << 20, 1 << 16, slots=3)
     monkeypatch.setattr("penstock.runtime.tensor.send_recv.GLOO_SIZES", sizes)
     both = Both(tmp_path, source, target, shared)
@@ -377,7 +377,7 @@ def flip(name: str, parts: Any) -> None:
     [
         (partial(flip, "q.weight"), "q.weight", "by ranks 0, 1"),
         (lambda parts: exchange(parts["o.weight"].tensor[7], 3, 400), "o.weight", "by ranks 0, 1"),
-        (partial(flip, "norm.weight"), "norm.weight", "by rank {}"),  # which both ranks have
+        (partial(flip, "norm.weight"), "norm.weight", "by rank {}"),  # both ranks hold it
     ],
     ids=["flipped bit", "swapped elements", "replicated"],
 )
@@ -454,7 +454,7 @@ def test_without_room_in_shared_memory_weights_come_as_messages(tmp_path: Path) 
 
 @SHARED
 def test_no_version_is_torn_whatever_an_optimizer_does_while_it_travels(tmp_path: Path, shared: bool) -> None:
-    """The optimizer writes into the weights without a pause, but for the moments of publishing."""
+    """The optimizer writes into the weights all the time, except while a version is published."""
     both = Both(tmp_path, *MESHES[0], shared)
     publishing, over = threading.Lock(), threading.Event()
     writes = 0
@@ -502,7 +502,7 @@ def test_what_arrives_is_the_quantised_gathered_tensor_to_the_bit_and_back_in_fl
         sound(both.move(version, both.publish(version)))
         floats = wholes(version)
         layout = Layout.whole((n, t.shape, str(t.dtype).removeprefix("torch.")) for n, t in floats.items())
-        whole = allocate(converted(layout, wire), 0, "cpu")  # what one rank that has everything makes of it
+        whole = allocate(converted(layout, wire), 0, "cpu")  # the result of one rank that has everything
         Converter(layout, converted(layout, wire), 0).convert(floats, whole)
         assert {name.removesuffix(SCALE) for name in whole if name.endswith(SCALE)} == set(QUANTISED)
         for name in QUANTISED:
@@ -524,8 +524,8 @@ def test_what_arrives_is_the_quantised_gathered_tensor_to_the_bit_and_back_in_fl
 def test_readers_of_a_precision_have_the_parts_that_were_proved_and_no_floats_of_them(
     tmp_path: Path, source: Axes, target: Axes, wire: str, shared: bool
 ) -> None:
-    """A rank of two has the slices of what one would have: rows share their scales, whoever holds which of their
-    columns on either side."""
+    """Each of two ranks has slices of what one rank would have: a row has one scale, however its columns are sharded on
+    either side."""
     both = Both(tmp_path, source, target, shared, wire=wire, restores=False)
     sound(both.move(0, both.publish(0)))
     floats = wholes(0)

@@ -1,4 +1,4 @@
-"""Wire formats: what travels of each tensor, who holds it; regions quantised on their ranks equal the whole."""
+"""Wire formats: what is sent of each tensor and who holds it; quantised shards equal the quantised whole."""
 
 import math
 from collections.abc import Callable
@@ -121,14 +121,14 @@ WHOLE = Region.whole((4, 6))
 
 
 def quantised(matrix: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """The whole at once, as on one rank that has gathered it."""
+    """Quantise the whole matrix at once, as on one rank that has gathered it."""
     region = Region.whole(matrix.shape)
     scale = scales("w", absmax(matrix, region, format), region, format)
     return quantise(matrix, region, scale, format), scale
 
 
 def by_hand(matrix: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """The definition, element by element of the scales, by another way through torch."""
+    """The definition, scale by scale, by other torch operations."""
     tile = (format.block, format.block) if format.block else (1, matrix.shape[1])
     x = matrix.float()
     shape = [-(-n // t) for n, t in zip(matrix.shape, tile, strict=True)]
@@ -152,7 +152,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def convert_on_all(
     layout: Layout, wire: Layout, tensors: dict[str, Tensor], agree: Callable[[list[Tensor]], Tensor]
 ) -> list[Any]:
-    """What every rank makes of its regions: each first says its maxima, then all go on with the agreed ones."""
+    """Convert each rank's regions: each rank first reports its maxima, then all use the agreed ones."""
 
     class Waiting(Exception):
         pass
@@ -176,7 +176,7 @@ def convert_on_all(
     said: list[Tensor] = []
     found = [attempt(rank, None, said) for rank in range(layout.ranks)]
     if said:
-        assert len(said) == layout.ranks  # a collective that some rank does not call would hang
+        assert len(said) == layout.ranks  # if a rank skips a collective, the others hang
         agreed = agree(said)
         found = [attempt(rank, agreed, []) for rank in range(layout.ranks)]
     return found
@@ -224,7 +224,7 @@ def test_boxes_with_agreed_scales_equal_the_whole_bit_for_bit(
 def test_the_whole_is_what_the_definition_says(wire: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     matrix[0] *= 1000
-    matrix[-1] *= len(matrix) == 1  # a row of zeros, some of them negative
+    matrix[-1] *= len(matrix) == 1  # a row of zeros, some of them negative zeros
     for found, expected in zip(quantised(matrix, FORMATS[wire]), by_hand(matrix, FORMATS[wire]), strict=True):
         assert same_bits(found, expected)
 

@@ -1,5 +1,5 @@
-"""A test instrument: links whose ranks, threads here, are told that they have GPUs, and whose buckets go through
-`tests.unbuffered` in NCCL's place. All else of a link is the real thing."""
+"""A test instrument: links whose ranks are threads that seem to have GPUs, and whose buckets are sent by
+`tests.unbuffered` instead of NCCL. All other code of a link is the real one."""
 
 import threading
 from itertools import count
@@ -21,7 +21,7 @@ _lock = threading.Lock()
 
 
 class UnbufferedGroup:
-    """In place of `NcclGroup`: one world for the ranks of a link, which find it by their store."""
+    """Replaces `NcclGroup`: the ranks of a link share one world, which they find by their store."""
 
     device = torch.device("cpu")
 
@@ -36,7 +36,7 @@ class UnbufferedGroup:
         self.ended = threading.Event()
 
     def call(self, verb: Verb, messages: Any) -> UntilOver:
-        """The instrument's wait finds out at once that nothing can go on."""
+        """Begin a call; its wait raises as soon as no rank can continue."""
         return self.rank.group([Operation(verb, buffer, peer) for peer, buffer in messages]).wait
 
     def fault(self) -> str:
@@ -47,7 +47,7 @@ class UnbufferedGroup:
 
 
 def with_gpus(monkeypatch: Any, sizes: BucketSizes) -> dict[str, Unbuffered]:
-    """From now on all links are between GPUs of their own; the worlds that they make, by name."""
+    """Give each later rank a GPU of its own; return the worlds of the links by name."""
     facts = RankFacts(0, 0, 0, 0, 2_027_003)
     monkeypatch.setattr(RankFacts, "here", staticmethod(lambda *given: facts._replace(gpu=next(_numbers))))
     monkeypatch.setattr(link, "NcclGroup", UnbufferedGroup)
