@@ -1,4 +1,4 @@
-"""Programs of trivial nodes, as a user's file holds them: the tests load it by its path."""
+"""Programs of trivial nodes, in a file as a user would write it; the tests load it by its path."""
 
 from dataclasses import dataclass
 

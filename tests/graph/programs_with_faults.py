@@ -1,4 +1,4 @@
-"""Programs of nodes that do nothing, most with one thing that `check` refuses: the comment above its line names it."""
+"""Programs of nodes that do nothing, most with one fault: the comment above its line has what `check` finds."""
 
 from typing import Any
 

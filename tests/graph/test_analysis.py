@@ -107,7 +107,7 @@ def chain(stages: list[tuple[int, int]], update: int, lag: int) -> Graph:
 
 
 def simulated(stages: list[tuple[int, int]], update: int, lag: int, batch: int, updates: int) -> list[float]:
-    """When each update ends: groups go first come, first served through stages of (servers, seconds)."""
+    """Return when each update ends. Groups pass the stages (servers, seconds) first come, first served."""
     free = [[0.0] * servers for servers, _ in stages]
     ends: list[float] = []
     for u in range(updates):
@@ -135,6 +135,6 @@ def test_one_node_in_each_pool_reaches_the_bound_exactly(
     seconds = {f"stage{i}": float(d) for i, (_, d) in enumerate(stages)} | {"update": float(update)}
     servers = {f"pool{i}": s for i, (s, _) in enumerate(stages)}
     bound = period_bound(chain(stages, update, lag), seconds, batch, servers).seconds
-    # The regime repeats after a number of updates that divides 840: cycles span up to 8.
+    # The steady state is periodic: its period is at most 8 updates, a number that divides 840.
     ends = simulated(stages, update, lag, batch, 1680)
     assert (ends[-1] - ends[839]) / 840 == pytest.approx(bound, abs=1e-9)

@@ -1,4 +1,4 @@
-"""Each fault is found, with its code, what was given and the line; and all of them at once."""
+"""`check` finds each fault, with its code, what was given and its line; and all faults at once."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Import paths: what names a function so that another process finds the same one."""
+"""Import paths: they name a function so that another process finds the same one."""
 
 import json
 import os
@@ -252,7 +252,7 @@ def test_a_function_gets_several_paths_where_it_asks_for_them() -> None:
 
 
 def test_a_function_with_options_bound_in_two_steps_keeps_those_of_both() -> None:
-    """functools.partial makes one of two by itself, unless the first has attributes."""
+    """functools.partial itself merges two partials into one, unless the first has attributes."""
     first = update_wrapper(partial(read, name="n", file=Path("/a")), read)
     assert encode(partial(first, file=Path("/b")), "x")["options"] == {"name": "n", "file": "/b"}
 

@@ -308,7 +308,7 @@ def test_a_groups_value_has_as_many_rows_in_each_column() -> None:
         ValueError, match="convinced returned Verdicts with 3 rows of sure_N and 2 rows of words, needed"
     ):
         convinced.split(uneven, stateful=False)
-    # What is made of a whole batch is joined with nothing.
+    # A value of a whole batch is not joined with others.
     assert convinced.per_update.split(uneven, stateful=False)[1] == {"out": uneven}
 
 

@@ -1,4 +1,4 @@
-"""What people see: text that reads like the program, Mermaid; and JSON files."""
+"""The printed forms of a graph, text that reads like the program and Mermaid; and its JSON files."""
 
 from pathlib import Path
 

@@ -22,14 +22,11 @@ def graph_of(name: str) -> Graph:
     return trace(load(f"{PROGRAMS}:{name}"))
 
 
-# What is drawn --------------------------------------------------------------------------------------------
-
-
 # How it is drawn ------------------------------------------------------------------------------------------
 
 
 def crosses(a: tuple[float, float], b: tuple[float, float], box: Placed) -> bool:
-    """Does a piece of wire run through the inside of a box?"""
+    """True if a piece of wire runs through the inside of a box."""
     (left, right), (top, bottom) = sorted((a[0], b[0])), sorted((a[1], b[1]))
     inside_x = left < box.x + box.width - 1 and right > box.x + 1
     return inside_x and top < box.y + box.height - 1 and bottom > box.y + 1
@@ -58,7 +55,7 @@ Piece = tuple[tuple[float, float], tuple[float, float]]
 
 
 def overlap(one: Piece, two: Piece) -> bool:
-    """Do two right-angled pieces of wire lie on one another?"""
+    """True if two right-angled pieces of wire lie on one another."""
     for along, across in ((0, 1), (1, 0)):
         (a, b), (c, d) = sorted((one[0][along], one[1][along])), sorted((two[0][along], two[1][along]))
         same = one[0][across] == one[1][across] == two[0][across] == two[1][across]

@@ -1,4 +1,4 @@
-"""What tracing makes of a program, and what it refuses, at the line of the program."""
+"""The graph that tracing makes of a program, and what it refuses, at the line of the program."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -47,13 +47,13 @@ def program_of(name: str) -> Any:
 
 
 def line(mark: str) -> str:
-    """ "file:line" of the line that ends with `# mark`."""
+    """Return "file:line" of the line that ends with `# mark`."""
     lines = Path(__file__).read_text().splitlines()
     return f"{__file__}:{1 + next(i for i, text in enumerate(lines) if text.endswith(f'# {mark}'))}"
 
 
 def fails(make: Callable[[], object], code: str, *words: str, mark: str | None = None) -> None:
-    """Raises a GraphError whose first fault has the code, and that holds all the words, at the marked line."""
+    """Assert that `make` raises a GraphError with all the words, whose first fault has the code and the marked line."""
     with pytest.raises(GraphError) as raised:
         make()
     assert raised.value.faults[0].code == code
@@ -267,7 +267,7 @@ def test_flags_without_annotation_or_default() -> None:
 
 @node(clock="update")
 def summed(rollouts: Rollouts, hints: Rewards | None = None, rewards: Sequence[Rewards] = ()) -> Rewards:
-    """All rewards together."""
+    """Return the sum of all rewards."""
     return sum(rewards, Rewards(0.0))
 
 
@@ -387,7 +387,7 @@ def test_inputs_are_checked_at_the_call() -> None:
 
 
 def refusals(body: Callable[[Any, Any], Any], **options: Any) -> list[tuple[str, str]]:
-    """What `trace` says is wrong with a program, and what it was given."""
+    """Return what `trace` refuses in a program, and what it was given."""
 
     @program
     def faulty(model: Model, answers: Answers, *, rate: float = 0.1, other: float = 0.1) -> Any:
@@ -542,7 +542,7 @@ def shop(policy: Policy, model: FrozenModel, prompts: Prompts, personas: Prompts
 
 
 def faults(asked: Callable[..., Any]) -> list[str]:
-    """What a program with a call that cannot be is told."""
+    """Return the faults of a program with this call."""
 
     @program
     def made(policy: Policy, model: FrozenModel, prompts: Prompts) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What a type checker says of a program: this file is checked with all others, and two user's files by themselves."""
+"""Programs under a type checker: this file is checked with all others, and two user's files by themselves."""
 
 import subprocess
 import sys
@@ -80,7 +80,7 @@ def price(rollouts: Rollouts, rewards: Rewards, *, each: float = 0.01) -> tuple[
 
 
 def mistakes(text: str, folder: Path) -> str:
-    """What mypy says of a user's file, in strict mode."""
+    """Return what mypy says of a user's file, in strict mode."""
     (folder / "user.py").write_text(text)
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(root / ".mypy_cache")]

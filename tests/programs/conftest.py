@@ -1,4 +1,4 @@
-"""What short runs of programs start from."""
+"""The base model with which short runs of programs start."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from penstock.runtime.cli.base_model import base_model
 
 @pytest.fixture(scope="session")
 def base() -> str:
-    """The demo's base model: built once, and kept in the user's cache until what makes it changes."""
+    """Return the demo's base model: built once, and kept in the user's cache until the code that makes it changes."""
     return str(base_model("", lambda line: None))

@@ -1,4 +1,4 @@
-"""Short runs of the programs with more than one model, from the demo's base: the figure they are for goes up."""
+"""Short runs of the programs with more than one model, from the demo's base: each improves the figure it is for."""
 
 import signal
 from collections.abc import Sequence
@@ -17,27 +17,27 @@ Row = dict[str, Any]
 
 
 def run(path: Path, program: str, options: dict[str, Any], base: str, updates: int, **flags: Any) -> Path:
-    """A run in this process, with the demo's batch unless `flags` say otherwise."""
+    """Do a run in this process, with the demo's batch unless `flags` say otherwise."""
     known = {"updates": updates, "model": base, "batch": 32, "slots": 256, **flags}
     return run_here(make_run(path, program, options, RunOptions(**known)))
 
 
 def gain(figures: Sequence[Row], name: str, last: int = 3) -> float:
-    """The mean of a figure over the last updates, less that of the first two."""
+    """Return the mean of a figure over the last updates, minus that over the first two."""
     late, early = figures[-last:], figures[:2]
     return float(sum(row[name] for row in late) / last - sum(row[name] for row in early) / 2)
 
 
 @pytest.fixture(scope="module")
 def reward_model(base: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]:
-    """A short run of `reward_model`: the directory that it leaves, and its figures."""
+    """Do a short run of `reward_model`; return the model's directory and the run's figures."""
     folder = run(tmp_path_factory.mktemp("reward") / "r", "reward_model", {}, base, 30, batch=2)
     return folder / "checkpoints" / "00000030" / "reward_model", rows(folder)
 
 
 @pytest.fixture(scope="module")
 def taught(base: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]:
-    """A short run of `ppo`: the policy that it leaves, and its figures."""
+    """Do a short run of `ppo`; return the policy's directory and the run's figures."""
     options = {"lr": 3e-4, "critic_lr": 1e-3}
     folder = run(tmp_path_factory.mktemp("ppo") / "r", "ppo", options, base, 14)
     return folder / "checkpoints" / "00000014" / "policy", rows(folder)
@@ -109,7 +109,7 @@ def test_replay_learns_from_more_groups_than_are_fresh(tmp_path: Path, base: str
 
 @pytest.fixture(scope="module")
 def untaught(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """By the option that names one, a directory of each other model that programs read, one update old."""
+    """Return a directory of each other model that programs read, one update old, by the name of its option."""
     folder = tmp_path_factory.mktemp("untaught")
     makers = {"reward_model": ("reward_model", "reward_model"), "teacher_model": ("online_dpo", "policy")}
     made = {name: run(folder / name, program, {}, "", 1, **SHORT) for name, (program, _) in makers.items()}
@@ -138,7 +138,7 @@ UPDATES = 5
 def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, program: str, options: dict[str, Any], untaught: dict[str, str]
 ) -> None:
-    """All that updates carry on, and the state of their nodes, is in a checkpoint."""
+    """A checkpoint has all carried values, and the state of the nodes."""
     options = {name: untaught[name] if value is ... else value for name, value in options.items()}
     whole = run(tmp_path / "whole", program, options, "", UPDATES, **SHORT)
     cut = make_run(tmp_path / "cut", program, options, RunOptions(updates=UPDATES, **SHORT))
