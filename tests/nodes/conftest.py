@@ -1,4 +1,4 @@
-"""Set-up of the tests of nodes."""
+"""Fixtures of the tests of nodes."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from tests.nodes.tiny_model import TOKENIZER, model, save
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
-    """Tiny tensors gain nothing from threads, and lose much where cores are shared."""
+    """Use one thread: tiny tensors gain nothing from more, and lose much where cores are shared."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
-    """Of a generator with the tiny model."""
+    """Return the context of a generator with the tiny model."""
     folder = tmp_path_factory.mktemp("model")
     save(model(), folder)
     TOKENIZER.save(folder)

@@ -1,4 +1,4 @@
-"""What each rank of the tests of experts over ranks does."""
+"""The work of each rank in the tests of experts that are sharded over ranks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from .updating import batch
 
 
 def shared_model(rank: int, folder: Path) -> str:
-    """The directory of a model with experts, which the first rank writes."""
+    """Return the directory of a model with experts, which the first rank writes."""
     if rank == 0:
         directory("qwen3_moe", folder)
     dist.barrier()
@@ -31,8 +31,8 @@ def shared_model(rank: int, folder: Path) -> str:
 
 
 def engine(rank: int, folder: Path, dtype: str) -> None:
-    """Ranks with a share of the experts each sample the bits of one rank, and record the same routing; with adapters of
-    attention, too."""
+    """Ranks that each have some of the experts sample the bits of one rank, and record the same routing; with adapters
+    of attention, too."""
     made = random_model(CONFIGS["qwen3_moe"]).to(getattr(torch, dtype))
     model = shared_model(rank, folder)
     given = Context(
@@ -65,7 +65,7 @@ def engine(rank: int, folder: Path, dtype: str) -> None:
 
 
 def in_int8(rank: int, folder: Path) -> None:
-    """Each rank computes with the eight bits of its own experts, and all sample the bits of one rank."""
+    """Each rank computes in int8 with its own experts, and all sample the bits of one rank."""
     model = shared_model(rank, folder)
     one = reading(Context(node="generate", seed=3, model=model, slots=32, max_tokens=8), "int8")
     weights, _ = sent(make_policy(replace(one, node="policy")), "int8")
@@ -79,8 +79,8 @@ def in_int8(rank: int, folder: Path) -> None:
 
 
 def other_ways(rank: int, folder: Path, mesh: str) -> None:
-    """With layers that are computed again, weights that stay whole, a batch that leaves a rank without work of its own,
-    adapters of attention, a reference beside the policy, and masters of another precision."""
+    """Updates with recomputed layers, weights that stay gathered, moments on the host, a batch with no work for one
+    rank, adapters of attention, a reference beside the policy, and masters of another precision."""
     given: dict[str, Any] = {"model": shared_model(rank, folder)}
     rollouts, advantage = (part.take([2]) for part in batch())
     for more in ({"recompute": "layer"}, {"zero": 1}, {"optimizer_state": "host"}):
@@ -108,7 +108,7 @@ def other_ways(rank: int, folder: Path, mesh: str) -> None:
 
 
 def logprobs(rank: int, folder: Path, mesh: str, dtype: str) -> None:
-    """Log-probabilities of a policy whose experts are dealt out have the bits of one rank's."""
+    """Log-probabilities of a policy with sharded experts have the bits of one rank's."""
     given: dict[str, Any] = {"model": shared_model(rank, folder), "dtype": dtype, "micro_tokens": 12}
     both = policy(mesh, rank, **given), policy(**given)
     ours, theirs = (policy_logprobs.fn(each, batch()[0]).logprobs_NT for each in both)

@@ -1,4 +1,4 @@
-"""Random models of each family, and what each rank of their tests does."""
+"""Random models of each family, and the work of each rank in their tests."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +31,8 @@ from .updating import batch
 
 
 def config_of(family: str, base: ModelConfig = CONFIG, **changes: Any) -> ModelConfig:
-    """A small model of a family; those of Mistral have a sliding window, and some layers of Gemma 3, whose queries are
-    scaled by another number than theirs."""
+    """Return the config of a small model of a family. Mistral and some layers of Gemma 3 have a sliding window; queries
+    of Gemma 3 are scaled by another number than their width."""
     own: dict[str, Any] = {"sliding_window": 7} if family == "mistral" else {}
     if FAMILIES[family].experts:
         own = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 14}
@@ -43,12 +43,12 @@ def config_of(family: str, base: ModelConfig = CONFIG, **changes: Any) -> ModelC
     return replace(base, model_type=family, **{**own, **changes})
 
 
-# What is beyond Llama.
+# All families except Llama.
 CONFIGS: dict[str, ModelConfig] = {name: config_of(name) for name in FAMILIES if name != "llama"}
 
 
 def random_model(config: ModelConfig, seed: int = 3) -> CausalLM:
-    """With biases that are not zero and norms that change what they norm."""
+    """Make a model whose biases are not zero and whose norms have weights other than one."""
     made = model(seed, config=config)
     for number, parameter in enumerate(made.parameters()):
         if parameter.dim() == 1:
@@ -64,7 +64,7 @@ def directory(family: str, folder: Path) -> str:
 
 
 def update(rank: int, folder: Path, mesh: str, family: str) -> None:
-    """A policy of a family over ranks learns what it does on one."""
+    """A policy of a family learns the same over ranks as on one."""
     if rank == 0:
         directory(family, folder)
     dist.barrier()
@@ -82,7 +82,7 @@ def update(rank: int, folder: Path, mesh: str, family: str) -> None:
 
 
 def engine(rank: int, folder: Path, groups: str, family: str) -> None:
-    """A generator's ranks sample what one samples."""
+    """A generator's ranks sample the same as one rank."""
     config = replace(CONFIGS[family], num_key_value_heads=int(groups))
     made = random_model(config)
     if rank == 0:
@@ -101,7 +101,7 @@ def engine(rank: int, folder: Path, groups: str, family: str) -> None:
 
 
 def replayed(rank: int, folder: Path, mesh: str) -> None:
-    """Over ranks, pipeline stages included, tokens go through the experts that were recorded."""
+    """Over ranks and pipeline stages, tokens go through the recorded experts."""
     if rank == 0:
         directory("qwen3_moe", folder)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on the loopback interface, with one data set `me/sums`: what `datasets` asks of the real one."""
+"""A Hugging Face Hub on the loopback interface, with one data set `me/sums`. It answers the requests of `datasets`."""
 
 import json
 import sys
@@ -52,7 +52,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @contextmanager
 def hub() -> Iterator[str]:
-    """Its address."""
+    """Serve the Hub, and yield its address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -66,7 +66,7 @@ def hub() -> Iterator[str]:
 
 @contextmanager
 def deaf() -> Iterator[tuple[str, list[int]]]:
-    """The address of a Hub that hangs up on all who connect, and the number of these, which grows."""
+    """Serve a Hub that closes each connection at once. Yield its address, and a list with their number so far."""
     count = [0]
 
     def hang_up() -> None:
@@ -82,7 +82,7 @@ def deaf() -> Iterator[tuple[str, list[int]]]:
 
 
 def opened() -> None:
-    """In a process of its own: print what each of the arguments names, as (rows, pinned name) or the error."""
+    """Print, in a process of its own, what each argument names: (rows, pinned name) or the error."""
     from penstock.graph import Context
     from penstock.nodes.data import FilePrompts, open_prompts
     from penstock.runtime.cli.children import traced

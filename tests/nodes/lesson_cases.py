@@ -1,4 +1,4 @@
-"""What each rank of the tests of ranks does: every kind of update over several ranks against the same on one."""
+"""The work of each rank in the tests of ranks: each kind of update over several ranks is compared with one rank."""
 
 from collections import Counter
 from dataclasses import replace
@@ -43,7 +43,7 @@ PAIRS = Pairs(("12+34=", "50-9=", "7+8="), ("046", "041", "15"), ("45", "1:041",
 
 
 def lessons(rank: int, folder: Path, mesh: str) -> None:
-    """Imitation, preferences of a policy and of a reward model, distillation."""
+    """Imitation, preferences for a policy and for a reward model, distillation."""
     ranked: list[list[Metrics]] = []
     places = ((mesh, rank), ("", 0))
     learners = [(policy(*place), make_preference_model(context(*place))) for place in places]
@@ -67,7 +67,7 @@ def lessons(rank: int, folder: Path, mesh: str) -> None:
 
 
 class Slices:
-    """A tensor of a file. Counts the bytes that are read of it, by name."""
+    """A tensor of a file. Counts the bytes that are read, by tensor name."""
 
     read: ClassVar[Counter[str]] = Counter()
 
@@ -98,7 +98,7 @@ class CountedFile:
 
 
 def frozen(rank: int, folder: Path, mesh: str) -> None:
-    """Models of a directory: no rank reads what it does not keep, and all say what one rank says."""
+    """Models of a directory: each rank reads only what it keeps, and all results are those of one rank."""
     if rank == 0:
         export(policy(seed=5), folder / "teacher")
         learnt = make_preference_model(context())
@@ -119,7 +119,7 @@ def frozen(rank: int, folder: Path, mesh: str) -> None:
         logprobs = reference_logprobs.fn(teacher, rollouts, micro_tokens=12)
         said.append((logprobs.logprobs_NT, reward_scores.fn(judge, rollouts, micro_tokens=20)[0].values_N))
     torch.testing.assert_close(*said, rtol=1e-4, atol=1e-4)
-    # Together ranks read the model once, but for norms, which ranks of "tp" all have.
+    # Together the ranks read the model once, except for norms, which all ranks of "tp" have.
     own, whole = torch.tensor(totals[0]), totals[1]
     dist.all_reduce(own)
     norms = sum(size for name, size in kept.items() if name.endswith("norm.weight"))
@@ -145,14 +145,14 @@ def three_stages(rank: int, folder: Path, mesh: str) -> None:
 
 
 def no_number(rank: int, folder: Path, mesh: str, dtype: str) -> None:
-    """A gradient that is none, of a loss that is none or on one rank alone: all ranks say so, and leave the weights
-    alone."""
+    """A gradient is not finite, because of the loss or on one rank alone: all ranks raise, and do not change their
+    weights."""
     learner = policy(mesh, rank, dtype=dtype)
     before = {name: tensor.clone() for name, tensor in learner.weights().items()}
     with pytest.raises(FloatingPointError, match=r"norm nan: elements of model.embed_tokens.weight .* on rank 0"):
         policy_update.fn(learner, *batch(), **{**OPTIONS, "loss": lambda logprobs_P, sampled: logprobs_P * torch.nan})
     collect = learner.workers.collect
-    # The second is whole on each rank of `tp`, and counts there once.
+    # Each rank of `tp` has the whole second tensor, which counts once.
     for wrong in ("model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
 
         def damaged(wrong: str = wrong) -> dict[str, torch.Tensor]:
@@ -171,7 +171,7 @@ def no_number(rank: int, folder: Path, mesh: str, dtype: str) -> None:
 
 
 def replicas(rank: int, folder: Path, mesh: str) -> None:
-    """Ranks that have the same part of a tensor have the same bits of it."""
+    """Ranks with the same part of a tensor have the same bits."""
     learner = policy(mesh, rank)
     for _ in range(3):
         policy_update.fn(learner, *batch(), **OPTIONS)
@@ -187,7 +187,7 @@ def replicas(rank: int, folder: Path, mesh: str) -> None:
 
 
 def _held(learner: LanguagePolicy, mesh: str) -> dict[str, list[tuple[object, int]]]:
-    """For each tensor the box of every rank, and how many numbers it has."""
+    """Return, for each tensor, the box of every rank and its number of elements."""
     facts = learner.sharding()
     named = [(name, shape, "float32") for name, shape in facts.shapes.items()]
     tensors = sharded(named, Mesh(tuple(facts.mesh)), facts.rules).tensors
@@ -200,7 +200,7 @@ def _held(learner: LanguagePolicy, mesh: str) -> dict[str, list[tuple[object, in
 
 
 class Dimensions(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The dimensions of all plain tensors that are computed meanwhile."""
+    """Collects the dimensions of all plain tensors that are computed meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -218,8 +218,8 @@ VOCABULARY = 61
 
 
 def words(rank: int, folder: Path, mesh: str, tied: str) -> None:
-    """A vocabulary that "tp" does not divide, with a head of its own or the embedding's: losses that read one word of
-    each distribution, and all of them; and what a rank has of both."""
+    """A vocabulary that "tp" does not divide, with a head of its own or a tied one: losses that read one word of each
+    distribution, and losses that read all words; and a rank's parts of embedding and head."""
     if rank == 0:
         one = policy()
         config = replace(one.model.config, vocab_size=VOCABULARY, num_attention_heads=4, num_key_value_heads=4)

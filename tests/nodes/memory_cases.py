@@ -1,4 +1,4 @@
-"""What a rank of a trainer holds, by component, as torch's memory tracker counts it during our own update."""
+"""The memory of a trainer's rank, by component, as torch's memory tracker counts it during our update."""
 
 import gc
 from collections.abc import Callable
@@ -30,16 +30,16 @@ from .rank_cases import context
 from .rollouts import random_rollouts
 
 TOKENS, MICROS = 256, 3
-# Of each component, and of the most that is held at once.
+# Relative error of each component, and of the peak.
 NEAR = 0.05
 
 
 class Counter(MemTracker):  # type: ignore[no-untyped-call]
-    """Bytes that are alive, and the most since `lap`."""
+    """Counts the bytes that are alive, and their maximum since `lap`."""
 
     most = 0
 
-    # It names modules, of which each may be called once; what is alive it counts without them.
+    # MemTracker's hooks allow one call of each module. It counts live bytes without them.
     def _pre_fw_hook(self, *_: Any) -> None: ...
     def _post_fw_hook(self, *_: Any) -> None: ...
     def _pre_bw_hook(self, *_: Any) -> None: ...
@@ -60,7 +60,7 @@ class Counter(MemTracker):  # type: ignore[no-untyped-call]
 
 
 def attend(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int) -> Tensor:
-    """As on a GPU, in the run's dtype: on a CPU, autograd keeps copies of bfloat16 in float32."""
+    """Attend in the run's dtype, as on a GPU: on a CPU, autograd keeps float32 copies of bfloat16."""
     q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
     return F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSK, is_causal=True, enable_gqa=grouped).transpose(1, 2)
@@ -68,8 +68,8 @@ def attend(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: i
 
 @dataclass
 class Marks:
-    """Bytes at each forward pass: before it, after it; and the most while the head works, and after that. `gathered`:
-    of the head's weights, while it works."""
+    """Bytes before and after each forward pass, and the peaks while the head works and while the layers do. `gathered`
+    is the size of the head's weights while it works."""
 
     before: list[int] = field(default_factory=list)
     after: list[int] = field(default_factory=list)
@@ -80,15 +80,15 @@ class Marks:
 
 
 def counted(config: ModelConfig, how: Context, lora: Lora | None = None) -> tuple[dict[str, int], int]:
-    """Bytes of each component on this rank in a step of equal micro-batches, and the most that it holds at once."""
+    """Return the bytes of each component on this rank in a step of equal micro-batches, and the peak."""
     counter, marks, freed = Counter(), Marks(), dict[str, int]()
     data = prod(size for axis, size in how.mesh if axis in ("dp", "fsdp"))
-    # Products as on a GPU, too: oneDNN's may have copies in float32.
+    # Matrix products as on a GPU, too: oneDNN's may make copies in float32.
     with counter, mock.patch.object(decoder, "attend_causal", attend), mock.patch.object(kernels, "_onednn", None):
-        # All that is not adapters' is read in the run's dtype.
+        # With adapters, the base is read in the run's dtype.
         model = CausalLM(config, torch_dtype(how.dtype) if lora else torch.float32, how.device, lora=lora)
         learner = LanguagePolicy(model, initial_model("")[1], how)
-        # Numbers make no difference, and uninitialised ones may be no numbers.
+        # The values make no difference, but uninitialised ones may not be finite.
         for parameter in (*learner.workers.parameters.values(), *learner.masters.values()):
             torch.nn.init.constant_(parameter.detach(), 0.01)
         weights = counter.live - sum(buffer.nbytes for buffer in model.buffers())
@@ -110,7 +110,7 @@ def counted(config: ModelConfig, how: Context, lora: Lora | None = None) -> tupl
             policy_update.fn(learner, rows, Advantages(torch.ones(len(rows))), loss=reinforce, micro_tokens=TOKENS)
 
         update()
-        gc.collect()  # what goes in cycles would go at some moment of the next step
+        gc.collect()  # else cycles would be freed at some moment of the next step
         held = counter.live
 
         def begin(*_: Any) -> None:
@@ -119,15 +119,15 @@ def counted(config: ModelConfig, how: Context, lora: Lora | None = None) -> tupl
 
         def end(module: Any, given: Any, hidden_BSD: Tensor) -> None:
             marks.after.append(counter.live)
-            # What a stage was given is there before its forward pass begins.
+            # A stage's input is there before its forward pass begins.
             marks.given = getattr(module.model.embed_tokens, "hidden_BSD", torch.empty(0)).nbytes
             counter.lap()
             hidden_BSD.register_hook(lambda _: marks.head.append(counter.lap()))  # type: ignore[no-untyped-call]
 
-        # Before what FSDP does there.
+        # `begin` runs before FSDP's hook.
         learner.model.register_forward_pre_hook(begin, prepend=True)
         learner.model.register_forward_hook(end)
-        # Around what FSDP does there. It frees what it has copied once there is something else to gather.
+        # The hook on the head runs when FSDP has gathered it. FSDP frees its copies when it gathers the next block.
         head = learner.model.model.embed_tokens if config.tie_word_embeddings else learner.model.lm_head
         if how.mesh and head is not None:
 
@@ -138,7 +138,7 @@ def counted(config: ModelConfig, how: Context, lora: Lora | None = None) -> tupl
         learner.apply = difference("gradients", learner.apply)  # type: ignore[method-assign]
         update()
         marks.layers.append(counter.lap())
-    # A stage has all that it is to have once as many micro-batches are under way as stages follow.
+    # A stage has its most activations once as many micro-batches are in flight as stages follow.
     ahead = dict(how.mesh).get("pp", 1) - 1 - how.rank * ("pp" in dict(how.mesh))
     kept = marks.gathered if config.tie_word_embeddings else 0
     found = {"weights": weights - masters, "moments": freed["moments"] + masters, "gradients": freed["gradients"]}
@@ -153,9 +153,9 @@ def counted(config: ModelConfig, how: Context, lora: Lora | None = None) -> tupl
 def agrees(
     rank: int, folder: Path, mesh: str, tied: str, groups: str, dtype: str, lora: str, family: str = "llama"
 ) -> None:
-    """The memory model says what is counted: by component while the head works, and the most of all moments."""
-    # Logits that autograd keeps, chunks of them beside layers that are kept, layers that are computed again, and a
-    # vocabulary that decides.
+    """Assert that the memory model has the counted bytes: by component while the head works, and at the peak."""
+    # Cases: logits that autograd keeps; chunks of logits, with kept layers; with recomputed layers; and a vocabulary
+    # that makes the peak.
     for vocab, bits, again in ((2048, 22, "layer"), (1024, 16, "none"), (1024, 16, "layer"), (4096, 16, "layer")):
         config = ModelConfig(vocab, 128, 344, 4, 4, int(groups), 32, tie_word_embeddings=tied == "tied")
         config = config_of(family, config)
@@ -168,11 +168,11 @@ def agrees(
         )  # fmt: skip
         moments = step_memory(trainer, rank if "pp" in mesh else 0)
         forward, head = (moments[f"head {way}"].parts for way in ("forward", "backward"))
-        # Forward, what was gathered is there twice.
+        # In the forward pass, the gathered weights are there twice.
         most_logits = max(parts["logits"] + parts["unsharded blocks"] for parts in (forward, head))
         head = {**head, "logits": most_logits - head["unsharded blocks"]}
         whole = max(memory.bytes for memory in moments.values()) - RESERVED
-        # The model leaves out the copy of a gradient that is summed over "tp": not all peaks have it.
+        # The model leaves out the copy of a gradient that is summed over "tp", since not all peaks have it.
         summed = 4 * TOKENS * 128 * ("tp" in mesh)
         wrong = {
             n: (x, head[n]) for n, x in found.items() if abs(x - head[n]) > NEAR * head[n] + summed * (n == "logits")

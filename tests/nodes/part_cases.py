@@ -1,4 +1,4 @@
-"""What each rank of the tests of a generator's parts does."""
+"""The work of each rank in the tests of a generator over ranks."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -42,7 +42,7 @@ def engine(rank: int, folder: Path, groups: str, tied: str, dtype: str) -> None:
     theirs = run(alone, range(6), whole)
     assert ours.keys() == theirs.keys()
     for ordinal, (rollouts, metrics) in ours.items():
-        if dtype == "float32":  # rounding cannot make another word of a draw
+        if dtype == "float32":  # rounding cannot change a sampled token
             assert rollouts.texts == theirs[ordinal][0].texts
             assert torch.equal(rollouts.tokens_NS, theirs[ordinal][0].tokens_NS)
             torch.testing.assert_close(rollouts.logprobs_NT, theirs[ordinal][0].logprobs_NT, rtol=1e-4, atol=1e-4)
@@ -86,7 +86,7 @@ def adapters(rank: int, folder: Path, groups: str) -> None:
 
 
 def own_parts(model: CausalLM, rank: int, ranks: int, about: Mapping[str, str] = MappingProxyType({})) -> Weights:
-    """The boxes of the weights that the tensor plane delivers."""
+    """Return the boxes of the weights that the tensor plane delivers to a rank."""
     parameters = dict(model.own_parameters())
     named = [(name, tuple(p.shape), "float32") for name, p in parameters.items()]
     layout = sharded(named, Mesh((("tp", ranks),)), tensor_parallel(model.config))
@@ -99,7 +99,7 @@ def own_parts(model: CausalLM, rank: int, ranks: int, about: Mapping[str, str] =
 
 
 def in_int8(rank: int, folder: Path, groups: str) -> None:
-    """A generator's ranks hold the slices of the elements and scales that one rank has, and sample alike."""
+    """A generator's ranks have slices of one rank's elements and scales, and all sample the same tokens."""
     if rank == 0:
         save(make(1, config=replace(CONFIG, num_key_value_heads=int(groups))), folder / "model")
         TOKENIZER.save(folder / "model")
@@ -118,7 +118,7 @@ def in_int8(rank: int, folder: Path, groups: str) -> None:
         receiver.swap(0)
     rules = tensor_parallel(replace(CONFIG, num_key_value_heads=int(groups)))
     for name, tensor in whole.weights.tensors.items():
-        # A scale is of a row, which ranks that have a part of its columns share.
+        # A scale belongs to a row: ranks that split its columns have the same scale.
         rule = rule_of(name.removesuffix(".scale"), rules)
         if name.endswith(".scale") and rule is not None and rule[0] == 1:
             rule = None

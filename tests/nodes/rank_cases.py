@@ -1,4 +1,4 @@
-"""What each rank of the tests of ranks does: a model over several ranks against the same model on one."""
+"""The work of each rank in the tests of ranks: a model over several ranks is compared with the same model on one."""
 
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {"loss": partial(aipo, rho=1.1), "micro_tokens": 12}
 
 
 def context(mesh: str = "", rank: int = 0, **changes: Any) -> Context:
-    """Of a mesh written as "fsdp=2,tp=2"."""
+    """Return the context of a rank of a mesh such as "fsdp=2,tp=2"."""
     axes = tuple((name, int(size)) for name, _, size in (axis.partition("=") for axis in mesh.split(",") if axis))
     return Context(**{"node": "policy", "seed": 1, "updates": 10, "mesh": axes, "rank": rank, **changes})
 
@@ -53,7 +53,7 @@ def update(rank: int, folder: Path, mesh: str) -> None:
         assert_whole(parted, one)
     assert_boxes(parted, one, rank, exactly=False)
     goes_on(parted, policy(mesh, rank, seed=2))
-    # What is written later is what was exported, whatever updates change meanwhile.
+    # An export that is written later has the weights of its call, whatever updates change meanwhile.
     now = {name: tensor.clone() for name, tensor in parted.workers.whole(parted.shapes)}
     later = parted.export(str(folder / "exported"))
     policy_update.fn(parted, *batch(), **OPTIONS)
@@ -70,7 +70,7 @@ def update(rank: int, folder: Path, mesh: str) -> None:
 
 
 def few_rows(rank: int, folder: Path, mesh: str) -> None:
-    """A batch that has less micro-batches than there are ranks, and a loss that fails first."""
+    """A batch with fewer micro-batches than ranks, after a loss that fails."""
     parted, one = policy(mesh, rank), policy()
     rollouts, advantage = (part.take([2]) for part in batch())
 
@@ -86,7 +86,7 @@ def few_rows(rank: int, folder: Path, mesh: str) -> None:
 
 
 def other_models(rank: int, folder: Path, mesh: str) -> None:
-    """A critic, a frozen reference, and an average that follows, all in one process."""
+    """A critic, a frozen reference, and a moving average, all in one process."""
     rollouts, rewards = random_rollouts(), Rewards(torch.tensor([1.0, 0.0, 0.5, 1.0, 0.0]))
     critics = [make_critic(context(*place)) for place in ((mesh, rank), ())]
     figures = []
@@ -109,7 +109,7 @@ def follow(mesh: str, rank: int) -> None:
     for place in ((mesh, rank), ()):
         average, learner = make_average(context(*place)), policy(*place)
         assert isinstance(average, FollowingPolicy)
-        reference_logprobs.fn(average, random_rollouts())  # what it gathers must be forgotten
+        reference_logprobs.fn(average, random_rollouts())  # the gathered weights must not be used again
         for _ in range(2):
             policy_update.fn(learner, *batch(), **OPTIONS)
             figures = ema.fn(average, learner, decay=0.5)[1]
@@ -121,7 +121,7 @@ def follow(mesh: str, rank: int) -> None:
 
 
 def half_precision(rank: int, folder: Path, mesh: str) -> None:
-    """Masters stay float32; what travels, and what computes, is them in the run's dtype."""
+    """Masters stay float32. Weights that are sent or computed with are the masters in the run's dtype."""
     parted, one = policy(mesh, rank, dtype="bfloat16"), policy(dtype="bfloat16")
     for _ in range(2):
         ours, theirs = (policy_update.fn(each, *batch(), **OPTIONS)[1] for each in (parted, one))
@@ -133,7 +133,7 @@ def half_precision(rank: int, folder: Path, mesh: str) -> None:
 
 
 def adapters(rank: int, folder: Path, mesh: str) -> None:
-    """Low-rank adapters of weights that each rank has parts of, and that stay as they are."""
+    """Low-rank adapters of a base that is sharded over ranks and does not change."""
     given: dict[str, Any] = {"model": str(folder / "base"), "lora": 3, "lora_alpha": 12.0}
     parted, one = policy(mesh, rank, **given), policy(**given)
     assert_boxes(parted, one, rank)
@@ -162,7 +162,7 @@ def adapters(rank: int, folder: Path, mesh: str) -> None:
 
 
 def goes_on(learner: LanguagePolicy, resumed: LanguagePolicy) -> None:
-    """A state restored into another policy goes on to the bit."""
+    """Assert that a state that is restored into another policy goes on to the bit."""
     tensors, facts = learner.state()
     resumed.restore({name: tensor.clone() for name, tensor in tensors.items()}, dict(facts))
     for each in (learner, resumed):
@@ -179,7 +179,7 @@ def layout_of(parted: SequenceModel[Any]) -> Layout:
 
 
 def assert_boxes(parted: SequenceModel[Any], one: SequenceModel[Any], rank: int, *, exactly: bool = True) -> None:
-    """Each rank has the boxes that the tensor plane expects."""
+    """Assert that each rank has the boxes that the tensor plane expects."""
     given, whole = parted.weights(), one.weights()
     assert parted.sharding().shapes == {name: tuple(tensor.shape) for name, tensor in whole.items()}
     for tensor in layout_of(parted).tensors:
@@ -192,14 +192,14 @@ def assert_boxes(parted: SequenceModel[Any], one: SequenceModel[Any], rank: int,
 
 
 def assert_whole(parted: Any, one: Any) -> None:
-    """Put together, the weights are one rank's, within what rounding becomes after AdamW's division."""
+    """Assert that the whole weights are one rank's, except for rounding, which AdamW's division enlarges."""
     for name, tensor in parted.workers.whole(parted.shapes):
         if dist.get_rank() == 0:
             torch.testing.assert_close(tensor, one.masters[name].detach(), rtol=1e-4, atol=2e-5, msg=name)
 
 
 def assert_gradients_near(parted: LanguagePolicy, one: LanguagePolicy) -> None:
-    """The moments, which are means of gradients: each rank's box of one rank's."""
+    """Compare moments, which are means of gradients: each rank's box with that of one rank."""
     given, whole = parted.state()[0], one.state()[0]
     for tensor in layout_of(parted).tensors:
         for box in tensor.held_by(dist.get_rank()):

@@ -1,4 +1,4 @@
-"""Functions that several processes run at once, in one group, as ranks of a run do: what tests of ranks share.
+"""Run a function in several processes at once, in one process group, as ranks of a run.
 
 A function is named `module:function`. It gets its rank, the test's folder, and the words that `spawn` was given.
 """
@@ -16,7 +16,7 @@ DEADLINE_S = 400
 
 
 def spawn(count: int, function: str, *words: str, folder: Path, backend: str = "gloo") -> None:
-    """Run it on `count` ranks. Fails with what they have written unless all of them end well before the deadline.
+    """Run a function on `count` ranks. Fails with their output unless all of them succeed before the deadline.
 
     With `backend="fake"` ranks send nothing, and what they receive is undefined."""
     log = folder / "ranks.log"

@@ -1,4 +1,4 @@
-"""The server of a reward model on the loopback interface, which answers as a test says."""
+"""A reward server on the loopback interface, which answers as a test says."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ Asked = dict[str, Any]
 
 @dataclass
 class Server:
-    """`answer` gives (status, body) for what it is asked by POST; `asked` is all of that, `most` how many at once."""
+    """The server's record: `asked` has the bodies of all POST requests, `most` the largest number at once."""
 
     url: str = ""
     asked: list[Asked] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Server:
 def serving(
     answer: Callable[[Asked, Server], tuple[int, bytes]], headers: Mapping[str, str] | None = None, unsent: int = 0
 ) -> Iterator[Server]:
-    """`unsent` bytes are announced and never come."""
+    """Serve `answer`, which gives (status, body) for a request. `unsent` bytes are announced but never sent."""
     server, lock = Server(), Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -62,10 +62,10 @@ def serving(
 
     class Quiet(ThreadingHTTPServer):
         daemon_threads = True
-        request_queue_size = 128  # all connect at once
+        request_queue_size = 128  # all clients connect at once
 
         def handle_error(self, request: Any, client_address: Any) -> None:
-            """A client that has given up is no fault of the server."""
+            """Ignore errors: a client that has given up is no fault of the server."""
 
     http = Quiet(("127.0.0.1", 0), Handler)
     server.url = f"http://127.0.0.1:{http.server_port}/reward"

@@ -1,4 +1,4 @@
-"""Rollouts of random tokens, and what the critic and the reward model are compared with: one sequence at a time."""
+"""Rollouts of random tokens, and oracles for the critic and the reward model that compute one sequence at a time."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ LENGTHS = ((6, 3), (2, 1), (4, 4), (1, 2), (3, 3))
 def random_rollouts(
     lengths: Sequence[tuple[int, int]] = LENGTHS, unsampled: Sequence[tuple[int, int]] = (), seed: int = 0
 ) -> Rollouts:
-    """One row per prompt group. The tokens (row, step) of `unsampled` are an environment's."""
+    """Return rollouts with one row per prompt group. The tokens (row, step) of `unsampled` are an environment's."""
     generator = torch.Generator().manual_seed(seed)
     prompts, responses = torch.tensor(lengths).unbind(1)
     width, count = int(responses.max()), len(lengths)
@@ -41,20 +41,20 @@ def random_rollouts(
 
 
 def numbers_of_row(model: Scorer, rollouts: Rollouts, row: int) -> Tensor:
-    """What the model says at each token of a row, prompt included, without any padding."""
+    """Return the model's number at each token of a row, prompt included, without any padding."""
     length = int(rollouts.prompt_lengths_N[row] + rollouts.response_lengths_N[row])
     hidden_SD: Tensor = model(rollouts.tokens_NS[row, None, :length])[0]
     return hidden_SD @ model.score.weight[0]
 
 
 def first_gradients(learner: Learner[Any]) -> dict[str, Tensor]:
-    """The gradient of the first step, out of the optimizer's first moment (1 − β₁ = 0.1 of it)."""
+    """Return the gradient of the first step from the optimizer's first moment, which is (1 − β₁) = 0.1 of it."""
     tensors, _ = learner.state()
     return {n.removeprefix("exp_avg."): t / 0.1 for n, t in tensors.items() if n.startswith("exp_avg.")}
 
 
 def assert_gradients(learner: Learner[Any], loss: Tensor, parameters: Mapping[str, Tensor]) -> None:
-    """The learner's first step went along the gradient of `loss`, which was computed with `parameters`."""
+    """Assert that the learner's first step had the gradient of `loss`, which was computed with `parameters`."""
     given = first_gradients(learner)
     needed = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
     assert given.keys() == needed.keys()

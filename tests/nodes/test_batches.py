@@ -1,4 +1,4 @@
-"""How the tokens of a batch are packed, cut and shared out: no token is lost, and no figure depends on it."""
+"""The tokens of a batch are packed, split and shared out: no token is lost, and no figure depends on how."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ from penstock.nodes.open_model import open_model
 from tests.nodes.rollouts import random_rollouts
 from tests.nodes.updating import CONTEXT, batch
 
-# Packing loses no token, puts sequences of about one length together, and shares them out evenly.
+# Packing loses no token, puts sequences of similar length together, and shares them out evenly.
 
 
 Lengths = list[tuple[int, int]]
@@ -42,7 +42,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, 
 
 
 def numbered(lengths: Lengths) -> Rollouts:
-    """Tokens 1, 2, 3, … so that each one is told from all others."""
+    """Return rollouts with tokens 1, 2, 3, …, so that no two tokens are equal."""
     rollouts, first = random_rollouts(lengths), 1
     rollouts.tokens_NS.zero_()
     for row, length in enumerate(map(sum, lengths)):
@@ -130,7 +130,7 @@ def test_a_prompt_lies_once_in_a_micro_batch_before_all_its_responses(
         needed += sum(max(response - 1, 0) for response in m.rollouts.response_lengths_N.tolist())
         assert tokens == m.tokens_RW.numel() == max(needed, min(-(-needed // STEP) * STEP, size))
         assert tokens <= size or len(m.rollouts) == 1 or whole_groups
-        # What attention lets each token see, itself included: its sequence as far as there.
+        # The tokens that attention lets each token see: its sequence up to itself.
         seen: list[list[int]] = [[] for _ in range(tokens)]
         for head, after in pairwise(heads):
             prefix = range(starts[head], starts[head + 1])
@@ -151,12 +151,12 @@ def test_responses_to_one_prompt_part_where_workers_had_unequal_shares() -> None
         rollouts.tokens_NS[:, :prompt] = rollouts.tokens_NS[::4, :prompt].repeat_interleave(4, 0)
         return list(token_counts(pack(rollouts, 4096, multiple=multiple, end_to_end=True)))
 
-    # Four responses have 76 tokens behind their prompt.
+    # Four responses have 76 tokens after their prompt, of 500: 576 in all.
     assert sizes(500, 3, 1) == [3 * 576]
     assert sizes(500, 2, 2) == [576] * 2
-    # Half of the responses to each of three prompts, 3 * 39 tokens, and what fills a step.
+    # Half of the responses to each of three prompts are 3 * 39 tokens, padded to a step.
     assert sizes(1, 3, 2) == [128] * 2
-    # Half of those to one, 538.
+    # Half of the responses to one prompt are 538 tokens.
     assert sizes(500, 1, 2) == [576] * 2
 
 
@@ -167,7 +167,7 @@ def test_end_to_end_micro_batches_are_as_few_as_hold_the_tokens_and_level() -> N
     micros = pack(rollouts, 1024, multiple=2, end_to_end=True)
     assert len(micros) == -(-tokens // 2048) * 2
     assert len(set(token_counts(micros))) == 1
-    # One that is longer than a micro-batch may be has one to itself, and changes no other.
+    # A sequence longer than a micro-batch has one of its own, and changes no other.
     longer = pack(numbered([(2, 3000), *[(2, 500)] * 6]), 1024, end_to_end=True)
     assert sorted(token_counts(longer)) == [1024] * 3 + [3001]
 
@@ -215,7 +215,7 @@ def test_what_nobody_sampled_is_no_target_and_moves_nothing_else(lengths: Length
             assert torch.equal(getattr(some, name), getattr(all_of, name)[chosen])
 
 
-# Minibatches are whole prompt groups, each in one of them, drawn by the seed, the version and the epoch.
+# Minibatches have whole prompt groups, each group in one of them, drawn by the seed, the version and the epoch.
 
 
 ORDINALS = [4, 4, 6, 6, 6, 9, 12, 12]
@@ -281,7 +281,7 @@ def test_a_batch_without_a_response_says_so() -> None:
         optimizer_steps(CONTEXT, 0, (), 1, 1)
 
 
-# Rows are taken by numbers or by marks, of arrays and of tuples alike.
+# Rows are taken by numbers or by a mask, from arrays and from tuples alike.
 
 
 def test_rows_are_taken_by_numbers_and_by_marks_and_none_at_all() -> None:
@@ -316,7 +316,7 @@ def test_a_row_that_there_is_not_is_refused(rows: Any, said: str) -> None:
         batch()[0].take(rows)
 
 
-# Figures are means over tokens, whatever the micro-batches and the steps they came in.
+# Figures are means over tokens, whatever their micro-batches and steps.
 
 
 LOGPROBS = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5])
@@ -334,7 +334,8 @@ def figures(
     behaviour: Tensor = BEHAVIOUR,
     epochs: int = 1,
 ) -> dict[str, float]:
-    """Of tokens with versions 0 to 4, 0 where nobody sampled: `steps` are the tokens of each micro-batch."""
+    """Return figures of tokens with versions 0 to 4, or 0 where none was sampled. `steps` has the tokens of each step's
+    micro-batches."""
     old_P = None if replayed is None else torch.isin(torch.arange(5), torch.tensor(replayed))
     versions_P = torch.where(behaviour.isnan(), 0, torch.arange(5))
 
@@ -357,14 +358,14 @@ def test_figures_do_not_depend_on_the_micro_batches_nor_on_the_steps() -> None:
     assert (whole["lag_mean"], whole["lag_max"], whole["tokens"]) == (5, 7, 5)
     assert whole["ess"] == pytest.approx(float(ratio.sum() ** 2 / ratio.square().sum() / 5))
     assert figures([[0, 1], [2, 3, 4]]) == pytest.approx({**whole, "loss": 0.5})
-    # Steps of an epoch are parts of its batch.
+    # The steps of an epoch are parts of its batch.
     assert figures([[0, 1]], [[2, 3, 4]]) == pytest.approx(whole)
     assert figures([[0, 1]], [[2, 3, 4]], epochs=2) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("cut", [0, 2, 4])
 def test_replayed_tokens_are_counted_apart_and_the_ratios_are_of_all(cut: int) -> None:
-    """Versions are 0 to 4 at version 7: the two replayed tokens have lags 7 and 6, the others 5, 4 and 3."""
+    """Tokens have versions 0 to 4 at version 7: the two replayed ones have lags 7 and 6, the others 5, 4 and 3."""
     plain, mixed = figures([ALL]), figures([ALL[:cut], ALL[cut:]], replayed=[0, 1], epochs=2)
     assert (mixed["lag_mean"], mixed["lag_max"]) == (4, 5)
     assert (mixed["replayed_tokens"], mixed["replayed_lag_max"], mixed["tokens"]) == (2, 7, 5)
@@ -392,7 +393,7 @@ def test_kl_is_never_negative_and_a_huge_ratio_leaves_one_effective_token() -> N
 
 
 def test_rows_that_nobody_sampled_have_no_part_in_lags_ratios_and_divergence() -> None:
-    """Their log μ is NaN, wherever a micro-batch begins; loss, entropy and the count of tokens are of all."""
+    """Their log μ is NaN, wherever a micro-batch begins. Loss, entropy and the token count include them."""
     behaviour = BEHAVIOUR.clone()
     behaviour[[1, 4]] = torch.nan
     alone, beside = (figures([rows], behaviour=behaviour) for rows in ([0, 2, 3], ALL))
@@ -406,7 +407,7 @@ def test_rows_that_nobody_sampled_have_no_part_in_lags_ratios_and_divergence() -
     assert not figures([[1, 4]], behaviour=behaviour).keys() & {*only}
 
 
-# Data-parallel threads compute what one thread does, in an order that does not depend on which of them is faster.
+# Data-parallel threads compute the same as one thread, in an order that does not depend on their speed.
 
 
 INPUTS = [torch.arange(i, i + 7) % 13 for i in range(5)]
@@ -485,7 +486,7 @@ def test_an_interrupted_call_leaves_no_lane_at_work() -> None:
 
     def work(model: CausalLM, item: int) -> None:
         under_way[item % 2] += 1
-        if item == 10:  # by then the caller waits
+        if item == 10:  # by now the caller waits
             pthread_kill(main_thread().ident or 0, SIGINT)
         sleep(0.02)
         under_way[item % 2] -= 1
@@ -494,7 +495,7 @@ def test_an_interrupted_call_leaves_no_lane_at_work() -> None:
     with pytest.raises(KeyboardInterrupt):
         each.map(work, range(500))
     assert under_way == [0, 0]
-    # Nor anything of that call for the next one to wait for.
+    # The next call does not wait for anything of that call.
     assert each.each(str, [1, 2, 3]) == ["1", "2", "3"]
 
 
@@ -510,7 +511,7 @@ def test_lanes_share_out_the_threads_and_leave_the_callers_alone(threads: int, c
         torch.set_num_threads(before)
 
 
-# Who cannot do without the log-probabilities of the policy that sampled is named where there are none.
+# A node that needs the log-probabilities of the policy that sampled is named if there are none.
 
 
 def test_what_was_recorded_is_given_and_what_was_not_is_refused() -> None:

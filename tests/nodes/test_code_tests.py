@@ -1,4 +1,4 @@
-"""Code that a model wrote earns its reward by tests, in the sandbox; what the sandbox lacks is no reward."""
+"""Code that a model wrote earns its reward by tests in the sandbox; a fault of the sandbox is no reward of 0."""
 
 import json
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ ISOLATED = False
 with suppress(SandboxError):
     ISOLATED = bool(isolation())
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs without a sandbox")
-# Most of what is promised holds without isolation, too.
+# Most promises hold without isolation, too.
 graded = partial(code_tests, "add two numbers", sandbox=ISOLATED, seconds=60.0)
 
 ASSERTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
@@ -65,7 +65,7 @@ ENDS = (
     "sys.setrecursionlimit(10**9) or add(a, b)",
     "[print('x' * 1000) for _ in range(10**6)]",
 )
-# Fences that are no block's, before a block.
+# Texts before a block, with fences that open no block.
 MENTIONS = (
     "The answer goes in a ```python``` block.",
     "```python``` begins it.",
@@ -95,12 +95,12 @@ def fenced(code: str) -> str:
         (fenced("def add(a, b):\n    return 3\n"), ASSERTS, 0.0),
         ("I cannot.", ASSERTS, 0.0),
         ("", ASSERTS, 0.0),
-        # Ends before its tests.
+        # Code that ends before its tests.
         (fenced("import sys\nsys.exit(0)\n"), ASSERTS, 0.0),
         (fenced("import os\nos._exit(0)\n"), ASSERTS, 0.0),
         (fenced("print('passed')\nraise SystemExit\n"), ASSERTS, 0.0),
         (fenced(ADD + "'''\n"), ASSERTS, 0.0),
-        # Changes what its tests run with.
+        # Code that changes what its tests run with.
         (fenced("import builtins\nbuiltins.exec = lambda *given: None\n"), ASSERTS, 0.0),
         (fenced("import sys\nsys._getframe(1).f_globals['exec'] = lambda *given: None\n"), ASSERTS, 0.0),
         (fenced("import builtins\nbuiltins.abs = lambda x: 0\ndef add(a, b):\n    return 4\n"), NEAR, 0.0),
@@ -113,7 +113,7 @@ def fenced(code: str) -> str:
             1.0,
         ),
         (fenced("import sys\n" + READS + "sys.exit()\n"), PAIRS, 1.0),
-        # As programs are written that read the input otherwise, and end otherwise.
+        # Programs that read the input, or end, in other ways.
         (fenced(READS.replace("input()", "open(0).read()")), PAIRS, 1.0),
         (fenced("import os\n" + READS.replace("input()", "os.read(0, 100)")), PAIRS, 1.0),
         (fenced("import fileinput\n" + READS.replace("input()", "fileinput.input().readline()")), PAIRS, 1.0),
@@ -126,15 +126,15 @@ def fenced(code: str) -> str:
         (fenced(READS.replace("input()", "open('/dev/stdin').read()")), PAIRS, 1.0),
         (fenced("import sys\nsys.stdin = open('/dev/stdin')\n" + READS), PAIRS, 1.0),
         (fenced(f"import threading\ndef main():\n{indent(READS, '  ')}{IN_THREAD}"), PAIRS, 1.0),
-        # What goes to standard error is no output.
+        # Standard error is not output.
         (fenced("import sys\nprint('debug', file=sys.stderr)\n" + READS), PAIRS, 1.0),
         (fenced("import re\nre.compile('\\d')\n" + READS), PAIRS, 1.0),
         (fenced("import os, sys\nsys.stderr = open(os.devnull, 'w')\n" + READS), PAIRS, 1.0),
-        # As a judge has it: another status than 0 is an error.
+        # As for an online judge, an exit status other than 0 is an error.
         (fenced("import sys\n" + READS + "sys.exit(0)\n"), PAIRS, 1.0),
         (fenced("import sys\n" + READS + "sys.exit(7)\n"), PAIRS, 0.0),
         (fenced("import sys\n" + READS + "sys.exit('failed')\n"), PAIRS, 0.0),
-        # As blocks are written.
+        # The ways to write a block.
         *((fenced(ADD).replace("```python\n", f"```{kind}\n"), ASSERTS, 1.0) for kind in KINDS),
         (fenced(ADD).replace("```", "~~~"), ASSERTS, 1.0),
         (fenced(ADD).replace("```", "````"), ASSERTS, 1.0),
@@ -147,7 +147,7 @@ def fenced(code: str) -> str:
         (f"1. ```py3\n{ADD}```", ASSERTS, 1.0),
         *((f"{mention}\n\n```python\n{ADD}```\nThat is it.", ASSERTS, 1.0) for mention in MENTIONS),
         (fenced(ADD + POOL), ASSERTS, 1.0),
-        # Reads what its caller has.
+        # Code that reads its caller's variables.
         (fenced("import os, sys\nos._exit('raise A' in sys._getframe(1).f_locals['tests'])\n"), ASSERTS, 0.0),
         (fenced("import sys\nprint(sys._getframe(1).f_locals['passed'])\nsys.exit()\n"), ASSERTS, 0.0),
         (
@@ -156,7 +156,7 @@ def fenced(code: str) -> str:
             0.0,
         ),
         (fenced(PRINTS_WHEN_TESTED), ASSERTS, 0.0),
-        # Ends its tests, or hides how they end.
+        # Code that ends its tests, or hides how they end.
         *((fenced(f"import atexit, os, sys\n{line}\n{ADD.replace('+', '-')}"), ASSERTS, 0.0) for line in HIDES),
         *((fenced(f"import os, sys\ndef add(a, b):\n    {line}\n"), ASSERTS, 0.0) for line in ENDS),
         (fenced(READS.replace("+", "-")), PAIRS, 0.0),
@@ -189,7 +189,7 @@ def test_a_block_that_the_prompt_has_begun_goes_on_in_the_response(response: str
 
 
 def test_a_prompt_that_has_begun_no_block_changes_nothing() -> None:
-    """Not by a mark of quotes or lists at its end, which the first fence of a response would stand behind."""
+    """Even if it ends with the mark of a quote or list, after which the first fence of a response would stand."""
     response = f"```\nint x;\n```\nor, shorter: ```python\n{ADD}```"
     for prompt in ("Add.\n", "Add.\n> ", "```\nint x;\n```\n- "):
         assert code_tests(prompt, response, ASSERTS, sandbox=ISOLATED, seconds=60.0) == 1.0

@@ -56,7 +56,7 @@ from tests.pages import SMALL, run
 pytestmark = pytest.mark.timeout(120)
 
 
-# Turns: a row goes on from the very tokens that were sampled; what nobody sampled is context and no target.
+# Turns: a row goes on from the very tokens that were sampled; tokens that were not sampled are context, no target.
 
 
 SAMPLES = 3
@@ -64,7 +64,7 @@ SAMPLES = 3
 
 @pytest.fixture(scope="module")
 def engine(context: Context) -> Engine:
-    """Used by all tests of turns: a row does not depend on what its engine has sampled before."""
+    """One engine for all tests of turns: a row does not depend on what its engine has sampled before."""
     return make_engine(replace(context, max_tokens=6, options={}), samples=SAMPLES)
 
 
@@ -73,7 +73,7 @@ def prompts(ordinal: int) -> Prompts:
 
 
 def answers(rollouts: Rollouts, done: Any = ()) -> Replies:
-    """A reply that depends on group, row and turn; the rows in `done` have ended."""
+    """Return replies that depend on group, row and turn; the rows in `done` have ended."""
     turns = rollouts.turns()
     texts = tuple(f"<{'+-'[row % 2]}{rollouts.ordinals[row]}{turns[row]}>" for row in range(len(rollouts)))
     done_N = torch.tensor([row in done for row in range(len(rollouts))])
@@ -90,13 +90,13 @@ def turn(engine: Engine, groups: dict[int, dict[str, Any]], behaviour: Weights) 
 
 
 def go_on(engine: Engine, before: dict[int, Rollouts], done: Any = (), behaviour: Weights | None = None) -> Any:
-    """The next turn of some groups together; the rows in `done` have ended."""
+    """Sample the next turn of some groups together; the rows in `done` have ended."""
     more = {o: {"conversation": r, "replies": answers(r, done)} for o, r in before.items()}
     return turn(engine, more, behaviour or weights())
 
 
 def play(engine: Engine, ordinals: Any, turns: int = 3, done: Any = ()) -> list[dict[int, Rollouts]]:
-    """All turns of some groups together; the rows in `done` end after their first turn."""
+    """Sample all turns of some groups together; the rows in `done` end after their first turn."""
     made = [turn(engine, {ordinal: {} for ordinal in ordinals}, weights())]
     for _ in range(turns - 1):
         made.append(go_on(engine, made[-1], done))
@@ -104,7 +104,7 @@ def play(engine: Engine, ordinals: Any, turns: int = 3, done: Any = ()) -> list[
 
 
 def row_of(rollouts: Rollouts, row: int) -> list[Any]:
-    """All that is known of one conversation, without padding."""
+    """Return all that is known of one conversation, without padding."""
     begin, length = int(rollouts.prompt_lengths_N[row]), int(rollouts.response_lengths_N[row])
     return [
         rollouts.tokens_NS[row, : begin + length].tolist(),
@@ -117,7 +117,7 @@ def row_of(rollouts: Rollouts, row: int) -> list[Any]:
 
 
 def test_a_row_is_the_same_bits_whatever_its_neighbours_across_turns(engine: Engine) -> None:
-    """Whether they go on or are done, too."""
+    """It does not matter if the neighbours go on or are done."""
     together, backwards = play(engine, range(12)), play(engine, reversed(range(12)))
     for ordinal in range(12):
         alone = play(engine, [ordinal]) if ordinal in (2, 7) else backwards
@@ -179,7 +179,7 @@ def test_the_next_turn_is_what_the_plain_forward_says_of_the_whole_conversation(
 
 
 def test_each_token_has_a_draw_of_its_own(engine: Engine) -> None:
-    """A row's key is its sample's, and the position counts through the whole conversation."""
+    """A row has the key of its sample, and positions count through the whole conversation."""
     first = turn(engine, {1: {}}, weights())[1]
     empty = replace(first, response_lengths_N=torch.ones(SAMPLES, dtype=torch.long), tokens_NS=first.tokens_NS[:, :13])
     empty = replace(empty, logprobs_NT=first.logprobs_NT[:, :1], versions_NT=first.versions_NT[:, :1])
@@ -198,7 +198,7 @@ def test_rows_that_are_done_pass_through(engine: Engine) -> None:
 
 
 def test_a_conversation_that_outgrows_its_room_ends_unfinished(context: Context) -> None:
-    """Two prompts of one length: the turn that has no room is no error, and takes nothing from others."""
+    """A turn without room is no error, and does not change other rows."""
     short = replace(context, max_tokens=6, max_prompt=18)
     engine = make_engine(short, samples=SAMPLES)
     first = turn(engine, {2: {}, 3: {}}, weights())
@@ -274,7 +274,7 @@ def gradient(rollouts: Rollouts) -> dict[str, torch.Tensor]:
 
 
 def test_what_an_environment_said_is_context_and_no_target(engine: Engine) -> None:
-    """A gradient depends on its tokens, and not on log-probabilities that they would have."""
+    """A gradient depends on the environment's tokens, but not on their log-probabilities."""
     rollouts = play(engine, [2], turns=2)[-1][2]
     (packed,) = pack(rollouts, 4096)
     assert len(packed.targets_P) == int(sampled_mask(rollouts).sum())
@@ -296,7 +296,7 @@ def test_all_turns_are_sampled_at_the_temperature_that_the_rows_say(context: Con
         mismatch(model(), replace(cool, logprobs_NT=None))
 
 
-# A model that answers a model: it sees the conversation from the other side, in its own tokens.
+# A model that answers another model sees the conversation from the other side, in its own tokens.
 
 
 CONTEXT = Context(node="reply", seed=3, data="by bytes", max_tokens=5, slots=8, max_prompt=60)
@@ -312,7 +312,7 @@ def reply_weights() -> Weights:
 
 
 def rollouts(*transcripts: list[str]) -> Rollouts:
-    """Conversations of one group; the tokens are none that the model that answers would know."""
+    """Return conversations of one group, in tokens that the answering model does not have."""
     count = len(transcripts)
     made = random_rollouts([(1, 3)] * count)
     texts = tuple(transcript[-1] for transcript in transcripts)
@@ -339,7 +339,7 @@ def answered(
 
 
 def generated(*texts: str) -> tuple[str, ...]:
-    """What the same model says to the texts, asked one by one."""
+    """Return what the same model says to the texts, asked one by one."""
     prompts = Prompts(tuple(range(len(texts))), texts, ("",) * len(texts))
     engine = make_engine(replace(CONTEXT, node="generate"), samples=1, temperature=0.0)
     _, made, _ = generate.fn(engine, prompts, reply_weights(), samples=1, temperature=0.0)
@@ -348,7 +348,7 @@ def generated(*texts: str) -> tuple[str, ...]:
 
 
 def test_a_turn_is_answered_in_view_of_all_before() -> None:
-    """The first one as the question that it makes."""
+    """The first turn is asked as the question that `ask` makes of it."""
     replies = answered(rollouts(["12"], ["?"]))
     assert replies.texts == generated("p0|12|0", "p1|?|1")
     assert (replies.roles, replies.done_N.tolist(), replies.rewards_N) == (("user", "user"), [False, False], None)
@@ -414,7 +414,7 @@ def test_a_model_that_says_nothing_ends_its_conversation() -> None:
 
 
 def test_what_is_lacking_of_a_generator_that_answers_is_told_as_a_program_says_it() -> None:
-    """The name of the node that stands for it is none that the program has."""
+    """The internal node that answers has a name that is not in the program."""
 
     @program
     def two_heats(policy: Policy, prompts: Prompts) -> Rollouts:
@@ -431,12 +431,12 @@ def test_what_is_lacking_of_a_generator_that_answers_is_told_as_a_program_says_i
         assert caught.value.faults[0].needed.endswith(needed)
 
 
-# Environments answer several groups at once, each within a deadline, and say what a conversation was worth.
+# Environments answer several groups at once, each within a deadline, and give the rewards of conversations.
 
 
 @environment
 def content(rollouts: Rollouts, *, word: str = "fine") -> Replies:
-    """Replies the same to everybody, and is done."""
+    """Give every row the same reply, and end it."""
     return Replies((word,), ("user",), torch.tensor([True]))
 
 
@@ -502,7 +502,7 @@ PATIENCE_S = 60.0
 
 
 class Clock:
-    """What deadlines are measured with: it stands until it is moved on, so that a call is where it hangs by then."""
+    """The clock of deadlines. It moves only when a test moves it, so that a call has time to reach its hang."""
 
     now = 0.0
 
@@ -536,7 +536,7 @@ def submit(calls: Calls, values: Sequence[Any], name: str = "value") -> None:
 
 
 def test_as_many_calls_are_in_work_as_there_are_firings() -> None:
-    """Three calls that wait for each other end if they run at once."""
+    """Three calls that wait for each other end only if they run at once."""
     meet = threading.Barrier(3, timeout=PATIENCE_S)
 
     def together(value: int) -> tuple[int, dict[str, float]]:
@@ -557,7 +557,7 @@ def test_as_many_calls_are_in_work_as_there_are_firings() -> None:
 
 
 def test_a_call_that_has_ended_is_not_given_up_with_those_in_work() -> None:
-    """Its thread's number may be another thread's by then, which would get the exception."""
+    """Another thread may have its thread's number by then, and would get the exception."""
     go_on = threading.Event()
 
     def waits(value: int) -> tuple[int, dict[str, float]]:
@@ -602,7 +602,7 @@ def test_an_overdue_call_fails_by_name_and_place_and_is_counted_until_it_ends(cl
     assert isinstance(error, OverdueError)
     assert "hangs[3.1]: given no reply within 0.2 s, needed one (deadline=0.2); it was at" in str(error)
     assert "os.read(reader, 1)" in str(error)
-    assert str(error).count("File ") == 1  # the function's own line, and no other
+    assert str(error).count("File ") == 1  # only the function's own line
     calls.deadline = PATIENCE_S
     submit(calls, ["quick"])
     assert answered_to(calls, 1) == {"quick": ("quick", {"served": 1.0, "abandoned": 1.0})}
@@ -641,7 +641,7 @@ def test_a_time_in_which_the_whole_process_stood_still_makes_no_call_overdue(clo
         return [tag for tag, _ in found]
 
     assert [overdue_after(1.0) for _ in range(3)] == [[], [3], [2]]
-    # What comes again and again is other work of the process.
+    # A delay that comes again and again is other work of the process, and counts.
     submit(calls, [4])
     assert [overdue_after(20.0) for _ in range(2)] == [[], [4]]
     gate.set()
@@ -714,7 +714,7 @@ print("over")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "over\n", "")
 
 
-# The game tells higher from lower, ends when the guess is right, and gives its secrets by ordinal.
+# The game says higher or lower, ends when the guess is right, and chooses its secrets by ordinal.
 
 
 def game_rollouts(texts: list[str], answers: list[str]) -> Rollouts:
@@ -765,7 +765,7 @@ def test_the_outcome_is_what_the_environment_gave() -> None:
 
 @environment
 def paying(rollouts: Rollouts) -> Replies:
-    """After turn k of the model k + row / 10; row r is done after r + 1 turns, but hears what others are told."""
+    """Pay k + row / 10 after turn k. Row r is done after r + 1 turns, but gets replies as long as others go on."""
     turn = max(rollouts.turns())
     rewards_N = torch.tensor([turn + row / 10 for row in range(len(rollouts))])
     done_N = torch.tensor([turn > row for row in range(len(rollouts))])

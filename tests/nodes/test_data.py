@@ -1,4 +1,4 @@
-"""Data are pure functions of the ordinal; held-out problems stay held out; faulty files say where."""
+"""Data are pure functions of the ordinal; held-out problems stay held out; errors of files have their place."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -30,7 +30,7 @@ from penstock.nodes.environments.python_tool import find_call
 from penstock.nodes.score import final_number, math_answer
 from penstock.nodes.tokenizer import byte_tokenizer
 
-# Data are pure functions of the ordinal; held-out problems stay held out; faulty files say where.
+# Data are pure functions of the ordinal; held-out problems stay held out; errors of files have their place.
 
 
 TRAIN = Context(node="prompts", seed=3, data="arithmetic")
@@ -144,7 +144,7 @@ def test_an_error_of_a_row_does_not_show_all_of_it(tmp_path: Path, question: Any
 
 
 def talk(*texts: str) -> list[dict[str, str]]:
-    """A user and an assistant in turn."""
+    """Return messages of a user and an assistant in turn."""
     return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 9, texts, strict=False)]
 
 
@@ -225,7 +225,7 @@ def test_an_empty_file_and_bytes_that_are_no_text_are_refused(
             opens(replace(TRAIN, data=str(path)))
 
 
-# Problems are drawn evenly; the sloppy teacher is wrong where something is carried.
+# Problems are drawn evenly; the sloppy teacher is wrong where a digit is carried.
 
 
 def drawn(digits: int, count: int) -> list[Problem]:
@@ -287,7 +287,7 @@ def test_a_demonstrated_call_ends_its_turn_and_the_answer_follows_the_output() -
             assert math_answer(prompt, turn, str(eval(call))) == 1.0
             assert tokenizer.encode(response).count(tokenizer.eos) == 1
     assert abs(calls / rows - CALLS) < 0.06
-    # Half of the answers in the head are wrong.
+    # Without a call, half of the answers are wrong.
     assert right / (rows - calls) < 0.55
 
 

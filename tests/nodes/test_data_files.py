@@ -1,4 +1,4 @@
-"""Rows of files, directories and data sets: splits, fields, chat messages, and what is told of faulty ones."""
+"""Rows of files, directories and data sets: splits, fields, chat messages, and the errors of faulty ones."""
 
 import gzip
 import json
@@ -37,7 +37,7 @@ def jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def array(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    path.write_text(json.dumps(list(rows), indent=1), encoding="utf-8-sig")  # with the mark that some editors put there
+    path.write_text(json.dumps(list(rows), indent=1), encoding="utf-8-sig")  # with the byte order mark of some editors
 
 
 def packed(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -65,7 +65,7 @@ def read(context: Context, opens: Any = open_prompts, count: int = 6) -> list[An
 
 
 def prompts(context: Context) -> list[tuple[str, str]]:
-    """Of each row once, in the order of the file."""
+    """Return (prompt, answer) of each row once, sorted."""
     source = open_prompts(context)
     assert isinstance(source, FilePrompts)
     return sorted((row.prompt, row.answer) for row in source.rows)
@@ -102,7 +102,7 @@ def split_shards(path: Path) -> None:
 
 
 def split_old_shards(path: Path) -> None:
-    """As an older clone has them: with a part of a digest, other splits that begin alike, and a file about all."""
+    """Write files as in an older clone: names with a part of a digest, other splits that begin alike, and an index."""
     digest = "a3ecf92756993583"
     parquet(path / "data" / f"train-00000-of-00001-{digest}.parquet", ROWS)
     parquet(path / "data" / f"test-00000-of-00001-{digest}.parquet", TEST)
@@ -131,7 +131,7 @@ def test_a_split_is_chosen_and_another_one_measured_on_whole(tmp_path: Path, wri
     jsonl(file, ROWS)
     with pytest.raises(DataError, match="--data-split: given 'test' of the file"):
         open_prompts(Context(data=str(file), data_split="test"))
-    # The flag that the split was given with.
+    # The error names the flag that gave the split.
     for data, said in ((tmp_path, "--eval-split: given 'dev' of"), (file, "--eval-split: given 'dev' of the file")):
         with pytest.raises(DataError, match=said):
             open_prompts(Context(data=str(data), eval_split="dev").evaluation())
@@ -157,7 +157,7 @@ def test_data_of_its_own_is_measured_on_whole_and_nothing_is_held_out_of_the_oth
     assert [len(prompts(made)) for made in (apart, apart.evaluation())] == [40, 30]
     same = replace(alone, eval_data=alone.data)
     assert [len(prompts(made)) for made in (same, same.evaluation())] == [36, 4]
-    # In the order of a key that no seed changes, and in turn.
+    # The order follows from a key that does not depend on the seed; after the last row comes the first.
     first, again = (read(replace(apart, seed=seed).evaluation(), count=31) for seed in (1, 2))
     assert first == again
     assert first[30].texts == first[0].texts
@@ -218,7 +218,7 @@ def test_an_answer_that_is_no_text_is_its_json(tmp_path: Path) -> None:
     jsonl(tmp_path / "d.jsonl", [{"question": "add", "answer": tests}])
     ((_, answer),) = prompts(Context(data=str(tmp_path / "d.jsonl")))
     assert json.loads(answer) == tests
-    # Only a last line is a final number: this is a comment of the tests.
+    # Only a last line is a final number. Here `####` is a comment in the tests.
     text = "assert f(1) == 2\n#### edge cases\nassert f(0) == 1"
     jsonl(tmp_path / "d.jsonl", [{"question": "add", "answer": text}])
     assert prompts(Context(data=str(tmp_path / "d.jsonl"))) == [("add", text)]
@@ -247,7 +247,7 @@ def test_chat_messages_and_a_system_message_go_through_the_chat_template(tmp_pat
         assert len(tokens) <= tokenizer.bound(text)
         with pytest.raises(TokenizerError, match=r"given chat messages of .*, needed a model with a chat template"):
             plain.encode_prompt(text)
-        # What somebody else has said is never taken for messages.
+        # A text of another speaker is never parsed as messages.
         assert tokenizer.decode(tokenizer.encode_prompt(text, plain=True)) == f"<user>{text}\n<a>"
     jsonl(tmp_path / "own.jsonl", [{"question": [{"role": "system", "content": "x"}, *CHAT], "answer": "4"}])
     with pytest.raises(DataError, match=r"own\.jsonl:1: given a system message of its own and --system"):
@@ -353,7 +353,7 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("more", [{"image": datasets.Image()}, {"images": datasets.List(datasets.Image())}, {}])
 def test_what_no_prompt_is_made_of_is_not_decoded(tmp_path: Path, more: dict[str, Any]) -> None:
-    """Such as images, which may need a package. An answer that is JSON is."""
+    """Images, for example, may need a package. An answer that is JSON is decoded."""
     image: Any = {"bytes": b"no image", "path": None}
     answer: Any = datasets.Value("string") if more else datasets.Json()
     kinds = {"question": datasets.Value("string"), "answer": answer, **more}
@@ -388,8 +388,8 @@ def test_prompts_of_a_file_have_their_ordinals(tmp_path: Path) -> None:
 
 
 def ask(address: str, home: Path, *data: str) -> list[Any]:
-    """What a process that knows the Hub by this address ("" is offline) finds there (see `hub.opened`)."""
-    # The library reads these once, when it is imported.
+    """Run `hub.opened` in a process with the Hub at this address ("" is offline), and return what it prints."""
+    # The library reads these variables once, when it is imported.
     env = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": str(int(not address))}
     command = [sys.executable, "-m", "tests.nodes.hub", *data]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
@@ -406,7 +406,7 @@ def test_a_data_set_of_the_hub_is_pinned_to_the_revision_that_a_run_began_with(t
     assert found[:3] == [[["1+1"], pinned], [["1+1"], pinned], [["1+1"], f"me/sums:default@{COMMIT}"]]
     assert all(f"given {name!r}" in said for name, said in zip((other, "me/none"), found[3:5], strict=True))
     assert found[5] == [pinned, ""]
-    # Where it cannot be reached, what was read before is there, and no other revision is taken for it.
+    # Offline, a revision that was read before is there, and is not used for another one.
     offline = ask("", tmp_path, pinned, other)
     assert offline[0] == [["1+1"], pinned]
     assert f"given {other!r}" in offline[1]
@@ -415,11 +415,11 @@ def test_a_data_set_of_the_hub_is_pinned_to_the_revision_that_a_run_began_with(t
         assert known == [["1+1"], pinned]
         assert "given 'me/none'" in missing
         assert address in missing
-    assert asked[0] <= 4, "it is not tried again"  # a process's first connection is made twice by the client
+    assert asked[0] <= 4, "it is not tried again"  # the client makes a process's first connection twice
 
 
 def test_check_finds_a_row_that_the_tokenizer_cannot_say_wherever_it_is() -> None:
-    """It looks at the characters of all rows, and encodes those alone that have one without a token."""
+    """It looks at the characters of all rows, and encodes only rows with a character that has no token."""
     tokenizer = byte_tokenizer("0123456789+=")
     rows = [(f"d.jsonl:{n}", "1+1=", "2") for n in range(9)]
     odd = [("d.jsonl:9", "1+é=", "2"), ("d.jsonl:10", "1+1=", "x")]

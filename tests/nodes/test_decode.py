@@ -1,4 +1,4 @@
-"""A pass in C computes what the model's own forward pass does, and a row of it depends on nothing but the row."""
+"""A pass in C computes the same as the model's own forward pass, and each row depends on itself alone."""
 
 import os
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from penstock.nodes.generate.kv_cache import Cache, CacheSize
 from penstock.nodes.model import CausalLM, Lora, ModelConfig
 from tests.nodes.family_cases import config_of
 
-# Heads, widths and words that are no multiples of what a processor computes at once, and some that are.
+# Numbers of heads, widths and words that are no multiples of a processor's vectors and tiles, and some that are.
 ODD = ModelConfig(53, 36, 42, 3, 4, 2, 6, 64, initializer_range=0.2)
 EVEN = ModelConfig(64, 64, 96, 2, 4, 4, 32, 64, initializer_range=0.2, tie_word_embeddings=True)
 SLOTS, LENGTH = 48, 24
 PROCESSOR = Path("/proc/cpuinfo").read_text()
-# Of x86 with tiles, without them, without products of bfloat16, and with AVX2 alone.
+# Compiler flags for x86 with tiles, without them, without products of bfloat16, and with AVX2 alone.
 LACKS = ["", "-mno-amx-bf16", "-mno-amx-bf16 -mno-avx512bf16", "-mno-avx512f -Wno-psabi"]
 pytestmark = pytest.mark.skipif("avx2" not in PROCESSOR, reason="a CPU without AVX2")
 
@@ -35,7 +35,7 @@ def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def random(config: ModelConfig, dtype: torch.dtype) -> CausalLM:
-    """A model whose biases are not zero and whose norms change what they norm."""
+    """Return a model whose biases are not zero and whose norms have weights other than one."""
     model = CausalLM(config, dtype)
     model.init_weights(0)
     for number, parameter in enumerate(model.parameters()):
@@ -61,7 +61,7 @@ def filled(model: CausalLM) -> Cache:
 
 
 def rows(count: int) -> Tensor:
-    """Tokens, slots in any order, and positions; of one slot two tokens that follow each other."""
+    """Return tokens, slots in any order, and positions; one slot has two successive tokens."""
     generator = torch.Generator().manual_seed(count)
     tokens_R = torch.randint(53, (count,), generator=generator)
     slots_R = torch.randperm(SLOTS, generator=generator)[:count]
@@ -97,7 +97,7 @@ def test_a_pass_is_the_models_own(config: ModelConfig, dtype: torch.dtype, count
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(config: ModelConfig, dtype: torch.dtype) -> None:
     made, given = packed(random(config, dtype)), rows(SLOTS)
-    given[1, -1] = torch.arange(SLOTS).sum() - given[1, :-1].sum()  # each row is of a slot of its own
+    given[1, -1] = torch.arange(SLOTS).sum() - given[1, :-1].sum()  # each row has a slot of its own
     together_RD = made.hidden(given, filled(made.model))
     logits_RV = made.logits(together_RD)
     for some in (slice(0, 1), slice(3, 20), slice(7, 39), torch.arange(SLOTS).flip(0)):

@@ -91,7 +91,7 @@ def test_what_is_no_number_stays_none() -> None:
 
 
 def sent(policy: Any, precision: str) -> tuple[Weights, Mapping[str, int]]:
-    """A policy's weights as a generator gets them, and their digests on the sender."""
+    """Return a policy's weights as a generator gets them, and their digests on the sender."""
     publisher = WeightPublisher("w", policy, wire=precision)
     receiver = WeightReceiver("w", restores=False)
     receiver.describe(publisher.description)
@@ -107,7 +107,7 @@ def reading(context: Context, precision: str) -> Context:
 
 
 def in_eight_bits(config: ModelConfig, weights: Weights, precision: str, dtype: torch.dtype) -> CausalLM:
-    """A model that computes with these, pass by pass."""
+    """Return a model that computes with these weights by its plain forward pass."""
     made = model(1, dtype, config)
     made.quantise(precision)
     for name, parameter in made.own_parameters().items():
@@ -117,7 +117,7 @@ def in_eight_bits(config: ModelConfig, weights: Weights, precision: str, dtype: 
 
 @pytest.fixture(params=["llama", "qwen2", "qwen3_moe", "gemma3_text"])
 def written(request: pytest.FixtureRequest, tmp_path: Path) -> Context:
-    """Of a generator with a model of a family."""
+    """Return the context of a generator with a model of a family."""
     family: str = request.param
     save(model() if family == "llama" else random_model(CONFIGS[family]), tmp_path)
     TOKENIZER.save(tmp_path)
@@ -136,13 +136,13 @@ def test_an_engine_computes_in_int8_with_what_has_travelled(written: Context, dt
     own = engine.model.own_parameters()
     for name, parameter in own.items():
         assert parameter.data_ptr() == weights.tensors[name].data_ptr()
-    # Of a matrix of a layer there is nothing but eight bits.
+    # The matrices of layers exist in eight bits only.
     wide = [name for name, p in engine.model.named_parameters() if p.dim() == 2 and p.is_floating_point()]
     assert all("embed" in name or "head" in name or name.endswith("mlp.gate.weight") for name in wide)
     assert all(
         layer.packed is None is layer.joined for layer in engine.model.model.modules() if hasattr(layer, "joined")
     )
-    # As a plain forward of the same weights says.
+    # Log-probabilities are those of a plain forward pass with the same weights.
     plain = in_eight_bits(policy.model.config, weights, "int8", getattr(torch, dtype))
     for rollouts, metrics in found.values():
         assert "mismatch" not in metrics
@@ -152,7 +152,7 @@ def test_an_engine_computes_in_int8_with_what_has_travelled(written: Context, dt
             with torch.inference_mode():
                 logits_TV = plain.logits(plain(tokens_S[None]))[0, begin - 1 : -1].float()
             expected_T = logits_TV.log_softmax(-1).gather(1, tokens_S[begin:, None]).squeeze(1)
-            near = 0.05 if dtype == "float32" else 0.3  # a rounding may fall to the other side
+            near = 0.05 if dtype == "float32" else 0.3  # a value may round to the other side
             torch.testing.assert_close(rollouts.logprobs_NT[row, :length], expected_T, rtol=0, atol=near)
 
 
@@ -164,7 +164,7 @@ def test_responses_in_int8_are_the_same_bits_whatever_their_neighbours(context: 
     for ordinal in (6, 0, 3):
         assert_equal(run(make_engine(given, samples=3), [ordinal], weights), together, [ordinal])
     wide: Any = make_policy(replace(context, node="policy"))
-    # Near to what the floats say of them, and not equal.
+    # They are near to those of the float weights, but not equal.
     assert all(0 < mismatch(wide.model, rollouts) < 0.2 for rollouts, _ in together.values())
 
 
@@ -204,7 +204,7 @@ def test_the_parameters_of_eight_bits_take_a_byte_each() -> None:
 
 
 def test_fp8_decodes_by_the_same_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU emulates the products of a GPU, which a run refuses."""
+    """Here a CPU emulates the products of a GPU; a run would refuse that."""
     config = replace(CONFIG, intermediate_size=64)
     save(model(1, config=config), tmp_path)
     TOKENIZER.save(tmp_path)

@@ -1,4 +1,4 @@
-"""Experts that are dealt out over ranks: the same bits forward, the same update within rounding."""
+"""Experts that are sharded over ranks: the same bits in the forward pass, the same update within rounding."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Each family of models is the one that `transformers` has, and does all that a model does."""
+"""Each family of models computes the same as in `transformers`, and can do all that a model can."""
 
 import json
 import re
@@ -39,7 +39,7 @@ from tests.nodes.test_generate import drain, prompts, run
 from tests.nodes.tiny_model import TOKENIZER, export, save
 from tests.nodes.updating import batch, equal
 
-# Nothing divides anything else.
+# None of these sizes divides another.
 ODD = ModelConfig(301, 36, 52, 3, 6, 2, 10, 128)
 YARN = RopeScaling("yarn", 4.0, original_max_position_embeddings=32, attention_factor=1.125)
 SHAPES: dict[str, dict[str, Any]] = {
@@ -56,12 +56,12 @@ slow = pytest.mark.slow
 
 
 def theirs_of(folder: Path | str, kind: str = "AutoModelForCausalLM", **changes: Any) -> Any:
-    # Their faster products of experts take no odd sizes.
+    # transformers' faster products of experts do not take odd sizes.
     return getattr(transformers, kind).from_pretrained(folder, experts_implementation="eager", **changes)
 
 
 def with_adapters(base: Any, folder: Path) -> Any:
-    import peft  # for seconds, which workers without these tests do not need
+    import peft  # takes seconds, which only workers with these tests spend
 
     return peft.PeftModel.from_pretrained(base, folder)
 
@@ -72,7 +72,7 @@ def logits(made: CausalLM) -> Tensor:
 
 
 def assert_computes(ours: CausalLM, theirs: Any) -> Tensor:
-    """The same logits, which are returned, and gradients."""
+    """Assert that logits and gradients are the same, and return the logits."""
     found, needed = ours.logits(ours(TOKENS)), theirs(TOKENS).logits
     torch.testing.assert_close(found, needed, rtol=0, atol=1e-4)
     weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)) / found.shape[0]
@@ -85,7 +85,7 @@ def assert_computes(ours: CausalLM, theirs: Any) -> Tensor:
 
 
 def gradients_of(theirs: Any) -> dict[str, Tensor]:
-    """By the names of the files: in memory their experts lie together, gate over up."""
+    """Return gradients by the names in files: in memory, transformers joins the experts, and gate with up."""
     found = {}
     for name, parameter in theirs.named_parameters():
         place, _, kind = name.rpartition(".")
@@ -111,7 +111,7 @@ def test_a_family_has_the_logits_and_gradients_of_transformers_and_its_files(
     theirs = theirs_of(tmp_path / "ours")
     assert type(theirs).__name__ == ours.architecture
     found = assert_computes(ours, theirs)
-    # What they write is read again.
+    # The files that transformers writes can be read.
     theirs.save_pretrained(tmp_path / "theirs")
     again = load_model(CausalLM, tmp_path / "theirs")
     assert replace(again.config, initializer_range=config.initializer_range) == config
@@ -211,7 +211,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes_and_what_is_compute
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     slides = "sliding_attention" in getattr(theirs, "layer_types", ["sliding_attention"])
     window = getattr(theirs, "sliding_window", None) if slides else None
-    # One that no text outgrows is none.
+    # A window that no text outgrows is none.
     assert ours.sliding_window == (window if window and window < ours.max_position_embeddings else None)
     if ours.num_experts:
         for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"):
@@ -226,14 +226,14 @@ def test_what_a_config_leaves_out_is_what_transformers_takes_and_what_is_compute
 def test_a_sliding_window_is_that_of_transformers_in_each_layer_that_has_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, compiled: bool
 ) -> None:
-    """In logits and gradients, in a generator, and in its files; also by torch's own operations."""
+    """In logits and gradients, in a generator and in files, with compiled kernels and with torch's operations."""
     if not compiled:
         monkeypatch.setattr(causal, "suits", lambda *given: False)
         monkeypatch.setattr(attention, "compiled", lambda *given: None)
     window, kinds = 13, ("full_attention", "sliding_attention", "full_attention")
     own = {"layer_types": kinds} if FAMILIES[family].windowed[1:] else {}
     config = config_of(family, ODD, sliding_window=window, **own)
-    # What the layers of Gemma 3 compute follows from their kinds in other ways, too.
+    # The kinds of Gemma 3's layers have other effects, too, so they stay.
     none = config.layer_types if FAMILIES[family].local_rope else ()
     whole = replace(config, sliding_window=TOKENS.shape[1], layer_types=none)
     ours, full = random_model(config), random_model(whole)
@@ -247,7 +247,7 @@ def test_a_sliding_window_is_that_of_transformers_in_each_layer_that_has_one(
     theirs.save_pretrained(tmp_path / "theirs")
     again = read_config(tmp_path / "theirs")
     assert (again.sliding_window, again.layer_types) == (config.sliding_window, config.layer_types)
-    # Responses outgrow the window.
+    # The responses outgrow the window.
     context = Context(node="generate", seed=3, model=str(tmp_path / "ours"), slots=16, max_tokens=40, batch=1)
     made = run(make_engine(context, samples=2), range(4), Weights(0, ours.state_dict()))
     assert max(int(rollouts.response_lengths_N.max()) for rollouts, _ in made.values()) > window
@@ -266,7 +266,7 @@ YARNS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("more", YARNS)
 def test_yarn_turns_as_in_transformers(more: dict[str, Any], tmp_path: Path) -> None:
-    """Also where a file leaves its numbers out."""
+    """Also if a file leaves some numbers out."""
     config = replace(ODD, model_type="qwen2")
     save(random_model(config), tmp_path)
     data = json.loads((tmp_path / "config.json").read_text())
@@ -304,7 +304,7 @@ def test_a_policy_of_a_family_learns_goes_on_and_is_written_back(family: str, tm
 @others
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_generator_of_a_family_samples_what_the_trainer_scores(family: str, dtype: str, tmp_path: Path) -> None:
-    """And the same bits whatever is sampled beside it."""
+    """It samples the same bits whatever its neighbours."""
     context = Context(
         node="generate", seed=3, model=directory(family, tmp_path), slots=32, max_tokens=8, dtype=dtype, batch=1
     )
@@ -338,7 +338,7 @@ def test_the_families_that_runs_have_are_those_of_the_table() -> None:
 
 
 class Seen:
-    """A `Route` that only looks: at the experts that tokens go through, [N, K] by layer."""
+    """A `Route` that only records the experts of each token, [N, K] by layer."""
 
     def __init__(self, route: Route | None) -> None:
         self.route, self.layers = route, dict[int, Tensor]()
@@ -350,7 +350,7 @@ class Seen:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tokens_go_through_the_experts_that_their_generator_chose(dtype: str, tmp_path: Path) -> None:
-    """Whatever the routers of a policy that has changed say; and through the router's own where none are recorded."""
+    """This holds whatever the routers of a changed policy choose. Tokens without recorded experts go by the router."""
     model = directory("qwen3_moe", tmp_path)
     given = Context(node="policy", seed=3, updates=9, model=model, dtype=dtype, replay_routing=True)
     learner = make_policy(given)
@@ -362,13 +362,13 @@ def test_tokens_go_through_the_experts_that_their_generator_chose(dtype: str, tm
     plain = run(make_engine(replace(made, replay_routing=False), samples=5), range(4), Weights(0, learner.weights()))
     assert all(each.experts_NSLK is None for each, _ in plain.values())
     assert torch.equal(plain[3][0].tokens_NS, found[3][0].tokens_NS)
-    # All tokens but the last of a row, which the generator has not read.
+    # Experts are recorded for all tokens except the last of a row, which the generator has not read.
     lengths_N = rollouts.prompt_lengths_N + rollouts.response_lengths_N - 1
     read_NS = torch.arange(rollouts.tokens_NS.shape[1]) < lengths_N[:, None]
     assert torch.equal((rollouts.experts_NSLK > 0).all(-1).all(-1), read_NS)
     with torch.no_grad():
         for name, parameter in learner.model.named_parameters():
-            if name.endswith("mlp.gate.weight"):  # a router that now finds others likelier
+            if name.endswith("mlp.gate.weight"):  # now the router chooses other experts
                 parameter.copy_(-parameter)
     for packed in learner.pack(rollouts):
         routes = [Seen(route_of(learner.model, packed)), Seen(None)]
@@ -432,7 +432,7 @@ def test_a_mixture_has_adapters_of_attention_alone(tmp_path: Path) -> None:
         found, plain = (each.logits(each(tokens)) for each in (made.model, load_model(CausalLM, given.model)))
         torch.testing.assert_close(found, theirs(tokens).logits, rtol=0, atol=1e-4)
     assert not torch.allclose(found, plain, rtol=0, atol=1e-2)
-    # A generator applies what it is sent.
+    # A generator applies the adapters that it receives.
     origin = {"behaviour": Origin("penstock.nodes.policy:make_policy", made.context)}
     context = replace(made.context, node="generate", slots=16, max_tokens=8, batch=1, weights=origin)
     sent = Weights(made.version, dict(made.weights()), made.about())
@@ -451,7 +451,7 @@ def test_the_planner_counts_a_familys_parameters(family: str, tied: bool) -> Non
         cut = stages_of(config, held, count)
         own = [sum(prod(held[name]) for name, places in cut.items() if place in places) for place in range(count)]
         assert [stage.parameters for stage in planned_stages(shape, count)] == own
-        # For the planner a layer's experts are one tensor.
+        # The planner takes a layer's experts as one tensor.
         assert stages(shape, count) == {re.sub(r"experts\.\d+", "experts", name): cut[name] for name in cut}
     sizes = Counter[str]()
     for name, size in held.items():
@@ -510,7 +510,7 @@ WINDOW: Mapping[str, Any] = {"sliding_window": 24, "layer_types": ("full_attenti
 def test_what_vllm_computes_otherwise_in_long_texts_is_refused(
     family: str, changes: Mapping[str, Any], most: int
 ) -> None:
-    """It has one window for all layers of some families, and no angles beyond what a scaling is for."""
+    """For some families it has one window for all layers, and no angles beyond the range of a rope scaling."""
     spec = ModelSpec(config_of(family, hidden_size=128, head_dim=32, **changes), TOKENIZER)
 
     def refused(engine: str, longest: int) -> int:

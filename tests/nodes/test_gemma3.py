@@ -1,4 +1,4 @@
-"""Gemma 3 is that of `transformers` however its `config.json` says it, and is refused by name where it would not be."""
+"""Gemma 3 computes the same as in `transformers`, in whatever form its `config.json` is, or is refused by name."""
 
 import json
 import re
@@ -24,7 +24,7 @@ from tests.nodes.tiny_model import model, save
 
 CONFIG = config_of("gemma3_text", ModelConfig(301, 36, 52, 3, 6, 2, 10, 128))
 TOKENS = torch.randint(0, 301, (2, 50), generator=torch.Generator().manual_seed(0))
-# Of a key that is not there.
+# Value of a key that is taken out.
 OUT: Any = object()
 OLD: dict[str, Any] = {"rope_parameters": OUT}
 LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 8.0}
@@ -32,7 +32,7 @@ LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor
 
 
 def write(folder: Path, **changes: Any) -> None:
-    """A model's directory with another `config.json`."""
+    """Write a model's directory with another `config.json`."""
     save(random_model(CONFIG), folder)
     data = {**json.loads((folder / "config.json").read_text()), **changes}
     (folder / "config.json").write_text(json.dumps({key: value for key, value in data.items() if value is not OUT}))
@@ -78,7 +78,7 @@ def test_a_file_says_what_it_says_to_transformers(changes: dict[str, Any], tmp_p
     for name in ("bos_token_id", "pad_token_id", "query_pre_attn_scalar", "rms_norm_eps", "sliding_window"):
         assert getattr(ours.config, name) == getattr(theirs.config, name)
     assert list(ours.config.layer_types) == theirs.config.layer_types
-    # And what we write says it again.
+    # The files that we write say the same.
     save(ours, tmp_path / "again")
     assert read_config(tmp_path / "again") == ours.config
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
@@ -138,7 +138,7 @@ def test_an_untrained_model_norms_and_no_more() -> None:
 
 
 def test_packed_sequences_learn_what_each_of_them_does_in_transformers(tmp_path: Path) -> None:
-    """Rows outgrow the window, and a prompt of several responses lies there once."""
+    """Rows outgrow the window, and the prompt of several responses is packed once."""
     folder = directory("gemma3_text", tmp_path)
     learner = make_policy(Context(node="policy", seed=1, updates=9, model=folder))
     assert isinstance(learner, LanguagePolicy)
