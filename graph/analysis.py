@@ -1,41 +1,54 @@
 """A lower bound on a program's period, from its graph and the seconds of its nodes.
 
-A graph with faults (see `check`) has none. Importing this module imports networkx.
+A graph with faults (see `check`) has none.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-
-import networkx as nx  # type: ignore[import-untyped]
 
 from penstock.graph.errors import Fault, GraphError, nearest
 from penstock.graph.ir import Graph
 
 
-def feedback(graph: Graph) -> "nx.DiGraph[str]":
-    """The data flow closed over updates: arguments and nodes, with an edge to each node from each value that it reads.
+def feedback(graph: Graph) -> dict[str, dict[str, int]]:
+    """The data flow closed over updates: for each argument and node the nodes that read its value, with the span.
 
-    An edge's `span` is the number of updates between its two ends: 1 from the node that makes a carried value to that
-    value, `lag` into a broadcast or a delay, otherwise 0.
+    A span is a number of updates: 1 from the node that makes a carried value to that value, `lag` into a broadcast or
+    a delay, otherwise 0.
     """
-    flow = nx.DiGraph()
-    flow.add_nodes_from([a.name for a in graph.arguments] + [n.name for n in graph.nodes])
-    # An input of the previous turn is no edge: two nodes that take turns would be a cycle.
-    flow.add_edges_from(((i.ref.node, n.name) for n in graph.nodes for i in n.inputs if not i.back), span=0)
+    names = [argument.name for argument in graph.arguments] + [node.name for node in graph.nodes]
+    flow: dict[str, dict[str, int]] = {name: {} for name in names}
     makers = {c.name: maker for c in graph.carried if (maker := graph.producer(c.name))}
     for node in graph.nodes:
+        for item in node.inputs:
+            # An input of the previous turn is no edge: two nodes that take turns would be a cycle.
+            if not item.back:
+                flow[item.ref.node][node.name] = 0
         if not node.fires:
-            flow.edges[node.inputs[0].ref.node, node.name]["span"] = node.lag
+            flow[node.inputs[0].ref.node][node.name] = node.lag or 0
             continue
         for item in node.inputs:
             # An update changes a carried value in place, so it waits for all other readers of the old value.
             maker = makers.get(item.ref.node, node.name)
             if maker != node.name:
-                flow.add_edge(node.name, maker, span=0)
+                flow[node.name][maker] = 0
     for carried, maker in makers.items():
-        flow.add_edge(maker, carried, span=1)
+        flow[maker][carried] = 1
     return flow
+
+
+def _cycles(flow: Mapping[str, Mapping[str, int]], starts: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Each cycle that goes through some of `starts` once, from the first of these."""
+    for number, start in enumerate(starts):
+        paths: list[tuple[str, ...]] = [(start,)]
+        while paths:
+            path = paths.pop()
+            for after in flow[path[-1]]:
+                if after == start:
+                    yield path
+                elif after not in path and after not in starts[:number]:
+                    paths.append((*path, after))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +115,9 @@ def period_bound(
     always = {name: 0.0 if graph[name].every > 1 else took for name, took in seconds.items()}
     bounds = [Bound(0.0)]
     flow = feedback(graph)
-    for cycle in nx.simple_cycles(flow):
-        start = next(i for i, name in enumerate(cycle) if name not in graph)
-        cycle = cycle[start:] + cycle[:start]
-        span = sum(flow.edges[edge]["span"] for edge in zip(cycle, cycle[1:] + cycle[:1], strict=True))
+    # Feedback goes through carried values, and so does each cycle.
+    for cycle in _cycles(flow, [carried.name for carried in graph.carried]):
+        span = sum(flow[name][after] for name, after in zip(cycle, cycle[1:] + cycle[:1], strict=True))
         bounds.append(_cycle_bound(graph, span, cycle, batch, always, free))
     work: dict[str, float] = {}
     for node in graph.nodes:

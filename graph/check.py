@@ -4,7 +4,8 @@ Each rule is a function that yields its faults. All rules run on every graph. Th
 such as one with an edge from nowhere: `Graph` itself refuses those.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from math import inf
 from typing import Any
 
@@ -218,26 +219,32 @@ def _taken(view: View, node: Node) -> set[str]:
 
 def _cycles(view: View) -> Iterator[Fault]:
     """Feedback goes through updates: a per-group node reads a changing value through a broadcast only."""
-    import networkx as nx  # type: ignore[import-untyped]  # late: importing it takes longer than checking a graph
-
-    flow = nx.DiGraph([(i.ref.node, n.name) for n, i in view.inputs() if i.ref.node in view.nodes and not i.back])
-    flow.add_nodes_from(view.nodes)
-    waits = []
+    flow = [(i.ref.node, n.name) for n, i in view.inputs() if i.ref.node in view.nodes and not i.back]
+    reads, waits = [], []
     for node, item in view.inputs():
-        name, maker = item.ref.node, view.makers.get(item.ref.node)
+        maker = view.makers.get(item.ref.node)
         if maker is not None and node.clock == "group":
-            code, given = "changing-input", f"{name!r}, which changes"
-            if nx.has_path(flow, node.name, maker):
-                path = " → ".join([name, *nx.shortest_path(flow, node.name, maker), name])
-                code, given = "cycle-without-lag", f"the cycle without a lag {path}"
-            yield Fault(code, _input(node, item), given, f"broadcast({name}, lag=k)", node.where)
+            reads.append((node, item, maker))
         elif maker is not None and node.fires and node.name != maker:
             # An update changes a value in place, so it waits for all other readers of the old value.
             waits.append((node.name, maker))
-    flow.add_edges_from(waits)
-    for names in nx.strongly_connected_components(flow):
+    if not reads and _acyclic([*flow, *waits]):
+        return
+    import networkx as nx  # type: ignore[import-untyped]  # late: importing it takes longer than checking a graph
+
+    graph = nx.DiGraph(flow)
+    graph.add_nodes_from(view.nodes)
+    for node, item, maker in reads:
+        name = item.ref.node
+        code, given = "changing-input", f"{name!r}, which changes"
+        if nx.has_path(graph, node.name, maker):
+            path = " → ".join([name, *nx.shortest_path(graph, node.name, maker), name])
+            code, given = "cycle-without-lag", f"the cycle without a lag {path}"
+        yield Fault(code, _input(node, item), given, f"broadcast({name}, lag=k)", node.where)
+    graph.add_edges_from(waits)
+    for names in nx.strongly_connected_components(graph):
         if len(names) > 1:
-            cycle = [tail for tail, _ in nx.find_cycle(flow.subgraph(names))]
+            cycle = [tail for tail, _ in nx.find_cycle(graph.subgraph(names))]
             at = cycle.index(min(cycle, key=list(view.nodes).index))
             cycle = [*cycle[at:], *cycle[:at], cycle[at]]
             given = f"the cycle without a lag {' → '.join(cycle)}"
@@ -246,6 +253,17 @@ def _cycles(view: View) -> Iterator[Fault]:
                 "value as it was; give one of these nodes the next value that another returns, in place of the value"
             )
             yield Fault("update-cycle", f"{cycle[0]} waits for itself", given, needed, view.nodes[cycle[0]].where)
+
+
+def _acyclic(edges: Iterable[tuple[str, str]]) -> bool:
+    order: TopologicalSorter[str] = TopologicalSorter()
+    for before, after in edges:
+        order.add(after, before)
+    try:
+        order.prepare()
+    except CycleError:
+        return False
+    return True
 
 
 # Numbers

@@ -231,7 +231,7 @@ def _end_trackers(
 def draw(folder: RunFolder, summary: Mapping[str, Any]) -> tuple[Path | None, str]:
     """Write `report.html`. Returns its path (None if there is none), and a text: where it is, or how to make it. A
     failure does not change how the run has ended."""
-    from penstock.runtime.report.write import end_with_report  # imports templates and networkx: not at the start
+    from penstock.runtime.report.write import end_with_report  # imports templates: not at the start
 
     path, reason = end_with_report(folder, float(summary["wall_s"]), stopped=summary["status"] == "stopped")
     if path is not None:

@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets background processes ignore it
     if flags.tui or flags.plain or flags.once:
         return watch_in_terminal(folder, plain=flags.plain, once=flags.once)
-    # Imported late: pages need templates and networkx, which the terminal does not.
+    # Imported late: pages need templates, which the terminal does not.
     server = importlib.import_module("penstock.runtime.cli.watch_server").PageServer(folder, flags.port)
     print(visible(f"watching {relative(folder.path)} (Ctrl-C ends it)\n{server.url}"), flush=True)
     if flags.open:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,9 +19,17 @@ def test_the_public_names_are_counted() -> None:
     assert all(hasattr(penstock.graph, name) for name in penstock.graph.__all__)
 
 
-def test_importing_the_language_imports_neither_torch_nor_networkx() -> None:
-    code = "import sys, penstock.graph; print([m for m in ('torch', 'networkx', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+def test_the_language_and_a_sound_programs_check_and_bound_import_neither_torch_nor_networkx() -> None:
+    code = """
+import sys
+from penstock.graph import check, load, trace
+from penstock.graph.analysis import period_bound
+graph = trace(load(f"{sys.argv[1]}:aipo"))
+assert not check(graph) and period_bound(graph, {node.name: 1.0 for node in graph.nodes}, 1).cycle
+print([name for name in ("torch", "networkx", "numpy") if name in sys.modules])
+"""
+    command = [sys.executable, "-c", code, str(Path(__file__).with_name("programs_for_tests.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "[]\n"
 
 
