@@ -1,4 +1,4 @@
-"""Responses are a function of weights, key and slots alone: not of neighbours, slots, order or timing."""
+"""Responses depend only on weights, prompt, key and number of slots: not on neighbours, their slot, order or timing."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -63,7 +63,7 @@ def drain(engine: Engine) -> dict[int, tuple[Rollouts, Metrics]]:
 
 
 def become(behaviour: Weights, new: Weights) -> None:
-    """New weights are live."""
+    """Make new weights live, in the same object."""
     behaviour.version, behaviour.tensors = new.version, new.tensors
 
 
@@ -81,7 +81,7 @@ def assert_equal(found: dict[int, Any], expected: dict[int, Any], ordinals: Iter
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_and_logprobs_are_those_of_the_plain_forward(context: Context, temperature: float) -> None:
-    """The likeliest ones at temperature 0."""
+    """At temperature 0 the tokens are the likeliest ones."""
     for rollouts, _ in run(make_engine(context, samples=4, temperature=temperature), range(8), weights()).values():
         for row in range(len(rollouts)):
             begin, length = int(rollouts.prompt_lengths_N[row]), int(rollouts.response_lengths_N[row])
@@ -119,7 +119,7 @@ def test_a_group_is_the_same_bits_whatever_its_neighbours_slots_and_order(contex
 
 @pytest.mark.parametrize("steps", [1, 3, 6])
 def test_after_a_failed_step_and_a_reset_groups_are_the_bits_they_would_have_been(context: Context, steps: int) -> None:
-    """The failure leaves groups in slots, staged and queued, and a cache and logits full of what is no number."""
+    """The failure leaves groups in slots, staged and queued, and a cache and logits full of NaN."""
     expected = run(make_engine(context, samples=5), range(12), weights())
     engine, behaviour = make_engine(context, samples=5), weights()
     for ordinal in range(12):
@@ -138,7 +138,7 @@ def test_after_a_failed_step_and_a_reset_groups_are_the_bits_they_would_have_bee
 
 
 def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens that each pass of the engine computes; all of them are in the list when it has made its responses."""
+    """Return a list to which each pass of the engine appends its number of tokens."""
     passes, rows = [], engine.slots.rows
 
     def count(num_rows: int, sampling: Any) -> Any:
@@ -154,7 +154,7 @@ def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_samples_may_outnumber_the_slots_and_a_prompt_is_computed_once(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for its last token, which every sample goes on from."""
+    """Except for its last token, from which every sample goes on."""
     engine = make_engine(replace(context, slots=16), samples=40)
     passes = counted(engine, monkeypatch)
     made = run(engine, [1, 4, 5], weights())
@@ -168,7 +168,7 @@ def test_samples_may_outnumber_the_slots_and_a_prompt_is_computed_once(
 def test_one_short_prompt_takes_one_pass_more_than_its_response_and_a_long_one_fills_passes(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Passes of operations have a row for each slot; where a pass computes the rows that there are, it may have more.
+    # A pass of torch's operations has a row for each slot. A pass in C has any number of rows, also more than slots.
     for text, invariant in (("1+", False), ("1" * 64, False), ("1" * 64, True)):
         engine = make_engine(replace(context, slots=16, invariant=invariant), samples=1)
         before = 4 if len(text) > 16 and engine.decode is None else 1
@@ -182,7 +182,7 @@ def test_one_short_prompt_takes_one_pass_more_than_its_response_and_a_long_one_f
 def test_a_conversation_goes_on_from_what_is_in_its_slots_with_the_bits_of_a_fresh_engine(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While its weights are live; otherwise it is computed again, as by an engine that has not seen it."""
+    """This holds while its weights are live. Otherwise it is recomputed, as by an engine that has not seen it."""
     same = {"prompts": prompts(2), "behaviour": weights()}
     engine = make_engine(context, samples=4)
     engine.submit(0, same)
@@ -199,7 +199,7 @@ def test_a_conversation_goes_on_from_what_is_in_its_slots_with_the_bits_of_a_fre
     assert equal(results[0], results[1])
     assert equal(results[2], results[3])
     said = results[0].response_lengths_N - first.response_lengths_N - 2
-    # Of each row: the last token of its first turn, the reply but for its last token, then a pass for each new token.
+    # Each row computes the last token of its first turn, the reply without its last token, and one for each new token.
     assert tokens[0] == int(said.sum()) + 4 * 2
     assert tokens[1] > tokens[0]
     assert tokens[2] == tokens[3]
@@ -207,7 +207,7 @@ def test_a_conversation_goes_on_from_what_is_in_its_slots_with_the_bits_of_a_fre
 
 @pytest.mark.parametrize("segment", [1, 3, 7])
 def test_a_response_in_segments_has_the_bits_of_an_unbroken_one(context: Context, segment: int) -> None:
-    """Each segment by another engine, and in a later turn, too."""
+    """Each segment is sampled by another engine; also in a later turn."""
 
     def sampled(pieces: int, **inputs: Any) -> tuple[Rollouts, Metrics, int]:
         pauses = 0
@@ -271,7 +271,7 @@ def test_a_response_ends_with_a_stop_token_or_at_the_bound(context: Context) -> 
 
 
 def test_a_response_ends_with_the_token_that_completes_a_stop_string(context: Context) -> None:
-    """With the bits that it has without one until there, and as one that has ended by itself."""
+    """Up to there it has the bits that it has without a stop string, and it counts as finished."""
     behaviour = weights()
     plain = run(make_engine(context, samples=8), range(16), behaviour)
     longest = max((text for rollouts, _ in plain.values() for text in rollouts.texts), key=len)
@@ -294,8 +294,8 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string(context: Co
 
 @pytest.mark.parametrize("stop", ["to: ", " ", "é", "€2", " b"])
 def test_a_stop_string_is_found_with_the_first_token_by_which_the_whole_text_has_it(stop: str) -> None:
-    """By a tokenizer as Llama 2 has it: a word's space is part of it, unless it is the first one, and characters
-    without a token of their own are bytes."""
+    """The tokenizer is like Llama 2's: a word has the space before it, unless it is the first one, and characters
+    without a token are bytes."""
     known = {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
     known |= {word: 260 + place for place, word in enumerate(("▁", "▁to", "▁b", "▁42", "a", "b", "t", "o", ":", "2"))}
     backend = tokenizers.Tokenizer(BPE(known, [], byte_fallback=True))
@@ -315,7 +315,7 @@ def test_a_stop_string_is_found_with_the_first_token_by_which_the_whole_text_has
 
 
 def test_a_model_may_have_more_words_than_its_tokenizer(context: Context, tmp_path: Path) -> None:
-    """Vocabularies are rounded up. Such words say nothing, and a response goes on after them, as after any prefix."""
+    """Vocabularies are rounded up. The extra words have no text; a response goes on after them, also from a prefix."""
     wide = model(config=replace(CONFIG, vocab_size=CONFIG.vocab_size + 90))
     save(wide, tmp_path)
     TOKENIZER.save(tmp_path)
@@ -329,7 +329,7 @@ def test_a_model_may_have_more_words_than_its_tokenizer(context: Context, tmp_pa
 
 
 def test_after_a_stop_string_the_reply_begins_with_the_end_of_the_turn(context: Context) -> None:
-    """As the template says it: the model has not said that token itself, as it has at a stop token."""
+    """The template has that token. The model has not sampled it, as it has when it ends with a stop token."""
     template = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}={% endif %}"
     tokenizer = Tokenizer(TOKENIZER.backend, TOKENIZER.stops, TOKENIZER.pad, template)
     said = run(make_engine(context, samples=16, stop=("4", "a")), [3], weights())[3][0]
@@ -344,7 +344,7 @@ def test_after_a_stop_string_the_reply_begins_with_the_end_of_the_turn(context: 
 
 
 def test_each_token_records_the_version_that_made_it(context: Context) -> None:
-    """Where tokens of the batch's first group are of two versions, mismatch is measured of the next group."""
+    """If the batch's first group has tokens of two versions, mismatch is measured on the next group."""
     engine, behaviour, new = make_engine(context, samples=2), weights(), weights(5, seed=2)
     engine.submit(0, {"prompts": prompts(0), "behaviour": behaviour})
     results: dict[Any, Any] = dict(engine.step()) | dict(engine.step())
@@ -384,7 +384,7 @@ def test_mismatch_is_measured_of_the_first_group_of_each_batch(context: Context,
         measured = {ordinal: m["mismatch"] for ordinal, (_, m) in made.items() if "mismatch" in m}
         assert measured.keys() == {o for o in ordinals if o % 4 == 0}
         assert max(measured.values()) < 1e-5
-        # The same of another replica, which has other groups beside it and in another order.
+        # Another replica, with other groups and another order, measures the same.
         assert run(other, [ordinals[4]], weights(version))[ordinals[4]][1]["mismatch"] == measured[ordinals[4]]
     greedy = run(make_engine(batches, samples=1, temperature=0.0), range(8), weights())
     assert all("mismatch" not in metrics for _, metrics in greedy.values())
@@ -414,7 +414,7 @@ def test_an_update_computes_the_bits_that_mismatch_has_measured(context: Context
 
 
 def test_the_node_called_directly_gives_what_the_stream_gives(context: Context) -> None:
-    """Of several prompts at once, too; its outputs can be trained on, and weights are used without a copy."""
+    """Also for several prompts at once. Its outputs can be trained on, and it uses weights without a copy."""
     engine, behaviour = make_engine(context, samples=3), weights()
     both = Prompts.concat([prompts(0), prompts(1)])
     _, rollouts, metrics = generate.fn(engine, both, behaviour, samples=3)
@@ -430,7 +430,7 @@ def test_the_node_called_directly_gives_what_the_stream_gives(context: Context) 
 
 @pytest.mark.parametrize("turns", [1, 2])
 def test_equal_prompts_of_one_group_draw_numbers_of_their_own(context: Context, turns: int) -> None:
-    """The first keeps those that it has alone; so do joined groups."""
+    """The first prompt of each joined group keeps the draws that it has alone."""
     same = Prompts((4, 4, 5, 4, 5), (TEXTS[2],) * 5, ("0",) * 5)
     engine = make_engine(context, samples=4)
     _, rollouts, _ = generate.fn(engine, same, weights(), samples=4)
@@ -456,7 +456,7 @@ NAME = "model.layers.0.mlp.up_proj.weight"
     ],
 )
 def test_weights_that_do_not_fit_are_named(context: Context, change: dict[str, Tensor | None], error: str) -> None:
-    """Each time: what is tried again does not go on with the weights of before, as if they were the new ones."""
+    """The error comes at each try: a retry must not use the old weights as if they were the new ones."""
     changed = {name: tensor for name, tensor in {**weights().tensors, **change}.items() if tensor is not None}
     engine = make_engine(context)
     run(engine, [0], weights())
@@ -501,7 +501,7 @@ def test_a_stop_string_that_the_model_cannot_say_is_an_error(context: Context, t
 
 def test_a_stop_string_that_is_longer_than_any_response_is_told(context: Context) -> None:
     tokenizer = byte_tokenizer()
-    # Each token says one character at most, and perhaps a space.
+    # A token adds at most the longest word and a space.
     most = 3 * (1 + max(map(len, tokenizer.words)))
     assert not never_said("x" * most, tokenizer, 3)
     assert f"at most {most} characters" in never_said("x" * (most + 1), tokenizer, 3)
@@ -533,7 +533,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def filled(length: int, dtype: torch.dtype, width: int = 8, heads: int = 4) -> tuple[Tensor, ...]:
-    """Queries, keys and values of a pass, of so many heads over 2, and slots with random entries."""
+    """Return queries, keys and values of a pass, with `heads` over 2 key-value heads, and slots with random entries."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(SLOTS, number, width) for number in (heads, 2, 2)] + [(SLOTS, 2, length, width)] * 2
     return tuple(torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
@@ -545,7 +545,7 @@ def filled(length: int, dtype: torch.dtype, width: int = 8, heads: int = 4) -> t
 def test_attention_over_slots_is_attention(
     kernel: str, dtype: torch.dtype, heads: int, width: int, window: int
 ) -> None:
-    """Of rows of several slots, some of them of one, and some empty."""
+    """The rows have several slots; some have the same slot, and some are empty."""
     q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK = filled(200, dtype, width, heads)
     slots_R, positions_R = torch.arange(SLOTS), torch.arange(SLOTS) * 12 + 3
     slots_R[4:9], positions_R[4:9], positions_R[12] = 5, torch.arange(60, 65), -1
@@ -611,7 +611,7 @@ def test_passes_over_a_cache_are_the_whole_forward_and_a_prompt_has_the_bits_of_
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what is computed, without views."""
+    """Records the operations that compute something, without views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -737,7 +737,7 @@ def test_a_draw_is_where_the_sum_of_the_probabilities_passes_the_uniform(
     tokens_S, logprobs_S = Sampler(temperature)(logits_SV, uniform_S)
     expected_SV = torch.log_softmax(logits_SV.double() / temperature, -1)
     own_S1, upto_SV = tokens_S[:, None], expected_SV.exp().cumsum(-1)
-    # Both ends of the token's share, within what float32 rounds.
+    # The draw lies between both ends of the token's share, within float32's rounding.
     assert (upto_SV.gather(1, own_S1)[:, 0] > uniform_S - 1e-6).all()
     assert ((upto_SV - expected_SV.exp()).gather(1, own_S1)[:, 0] < uniform_S + 1e-6).all()
     torch.testing.assert_close(logprobs_S.double(), expected_SV.gather(1, own_S1)[:, 0], atol=3e-6, rtol=0)
@@ -752,7 +752,7 @@ def test_a_draw_is_where_the_sum_of_the_probabilities_passes_the_uniform(
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 def test_logits_that_are_no_numbers_give_no_log_probability(kernel: str, wrong: float) -> None:
-    """The engine raises for them."""
+    """The engine raises if a log-probability is not finite."""
     for at in (0, 3, 699):
         logits_SV = logits(2, 700)
         logits_SV[1, at] = wrong
@@ -777,11 +777,11 @@ def test_the_recorded_logprob_is_that_of_the_distribution_used(kernel: str, samp
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.7500001, 4), (0.2499999, 1), (1.0, 4)])
 def test_a_token_with_which_top_p_is_reached_exactly_is_the_last_one(top_p: float, kept: int) -> None:
-    """Four equal tokens: their probabilities and the sums of them are exact."""
+    """With four equal tokens, probabilities and their sums are exact."""
     allowed = Sampler(top_p=top_p).logprobs(torch.zeros(1, 4))[0]
     assert (allowed > -torch.inf).tolist() == [True] * kept + [False] * (4 - kept)
     torch.testing.assert_close(allowed[:kept].exp(), torch.full((kept,), 1 / kept))
-    # The fewest tokens that hold it, in the order of their probabilities.
+    # top_p keeps the fewest tokens that reach it, in the order of their probabilities.
     unequal = Sampler(top_p=0.51).logprobs(torch.tensor([[0.5, 0.1, 0.3, 0.1]]).log())[0]
     assert (unequal > -torch.inf).tolist() == [True, False, True, False]
 
@@ -803,11 +803,11 @@ def test_a_row_does_not_depend_on_its_neighbours(kernel: str) -> None:
         assert torch.equal(logprobs[order], other_logprobs)
 
 
-# Fake nodes are deterministic in all but time. Runs of them are compared with plain loops in tests/gates.
+# Fake nodes are deterministic except for time. tests/gates compares runs of them with plain loops.
 
 
 class Clock:
-    """Time that passes only while somebody sleeps: between two steps no more than one token is due."""
+    """A clock that moves only in `sleep`: between two steps at most one token is due."""
 
     now = 0.0
 
@@ -828,7 +828,7 @@ def fake_weights(learner: FakePolicy) -> Weights:
 
 
 def train(updates: int, *, lag: int = 0, jitter_ms: float = 0.0, order: tuple[int, ...] = (0, 1)) -> FakePolicy:
-    """A plain loop of two groups per update."""
+    """Train in a plain loop of two groups per update."""
     learner, versions = FakePolicy(Context()), []
     for update in range(updates):
         versions.append(fake_weights(learner))

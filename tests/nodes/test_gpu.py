@@ -1,5 +1,5 @@
-"""What a GPU computes otherwise than a CPU. The kernels of Triton against the formulas: on a GPU, or in Triton's
-interpreter on a CPU, which has no bfloat16. And a generator whose passes are replayed."""
+"""Code that is different on a GPU: Triton's kernels, which are compared with the formulas on a GPU or, without
+bfloat16, in Triton's interpreter on a CPU; and a generator that replays its passes as CUDA graphs."""
 
 import math
 from collections.abc import Callable
@@ -30,14 +30,14 @@ from tests.nodes.tiny_model import CONFIG, weights
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-# Of results near 1: what rounds the results, and for attention its weights.
+# Tolerance of results near 1: the rounding of the results and, for attention, of its weights.
 NEAR = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 KERNELS = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPU else torch.float16])
 
 
 def _kernels() -> tuple[ModuleType, ModuleType]:
-    """Of attention, and element-wise ones. `conftest` has asked for the interpreter."""
+    """Return the modules of attention and of element-wise kernels. Without a GPU, Triton interprets them."""
     from penstock.nodes.generate import attention_triton
     from penstock.nodes.model import elementwise_triton
 
@@ -57,7 +57,7 @@ SLOTS = 16
 
 
 def passed(length: int, dtype: torch.dtype, width: int, heads: int = 4) -> tuple[Tensor, ...]:
-    """A pass of rows over 2 key-value heads: rows of several slots, some of them of one, and one empty."""
+    """Return a pass of rows over 2 key-value heads: some rows have the same slot, and one is empty."""
     rows = [random(SLOTS, each, width, seed=each, dtype=dtype) for each in (heads, 2, 2)]
     slots = [random(SLOTS, 2, length, width, seed=seed, dtype=dtype) for seed in (7, 8)]
     slots_R, positions_R = torch.arange(SLOTS), torch.arange(SLOTS) * (length // SLOTS - 1) + 3
@@ -108,7 +108,7 @@ def test_a_row_of_attention_has_the_same_bits_beside_others_and_in_another_row(d
 
 
 class Asked(TorchFunctionMode):
-    """Notes how many heads queries and keys have of which torch is asked to attend."""
+    """Notes the numbers of query heads and key heads in calls of torch's attention."""
 
     heads = (0, 0)
 
@@ -118,7 +118,7 @@ class Asked(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Of 4 heads for queries and 2 for keys: those for keys that a GPU's kernel is given.
+# With 4 heads for queries and 2 for keys: the number of key heads that a GPU's kernel gets.
 GROUPED = pytest.mark.parametrize(
     ("dtype", "window", "heads"), [(torch.bfloat16, 0, 2), (torch.bfloat16, 16, 4), (torch.float32, 0, 4)]
 )
@@ -171,7 +171,7 @@ def test_rows_become_eight_bits_as_on_a_cpu(shape: tuple[int, int]) -> None:
 def test_what_is_no_number_stays_none_in_eight_bits(bad: float) -> None:
     rows_RD = random(2, 48)
     rows_RD[1, 3] = bad
-    # In float32 instead of eight bits, which the interpreter has not.
+    # Use float32 in place of eight bits, which the interpreter does not have.
     elements_RD, scales_R1 = _kernels()[1].quantised(rows_RD, torch.float32, 448.0, torch.finfo(torch.float32).tiny)
     made_RD = elements_RD * scales_R1
     near(made_RD[0], rows_RD[0])
@@ -226,7 +226,7 @@ def test_rotary_positions_are_a_turn_and_the_way_back_is_the_gradient(
 
 
 def placed(engine: Engine, given: Weights, memory: Tensor) -> Weights:
-    """The same weights, where a sync would put them for this engine."""
+    """Return the same weights in `memory`, at the places of a sync for this engine."""
     tensors = given.tensors
     layout = Layout.whole([(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()])
     fused = engine.fused()
@@ -242,7 +242,7 @@ def placed(engine: Engine, given: Weights, memory: Tensor) -> Weights:
 def test_on_a_gpu_replayed_passes_have_the_bits_of_plain_ones_with_each_version_of_the_weights(
     context: Context, dtype: str
 ) -> None:
-    """Versions come into two places in turn, each over the one before the last."""
+    """Versions come into two buffers in turn, each over the version before the last."""
     memories, found = torch.zeros(2, 1 << 22, dtype=torch.uint8, device="cuda"), []
     for replays in (True, False):
         engine = make_engine(replace(context, dtype=dtype, device="cuda"), samples=5)

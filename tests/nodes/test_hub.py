@@ -1,4 +1,4 @@
-"""A model's name on the Hub stands for its directory in the cache; what cannot be had is said at once."""
+"""A model's name on the Hub stands for its directory in the cache; a model that cannot be had is an error at once."""
 
 import os
 from dataclasses import replace
@@ -24,7 +24,7 @@ COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 @pytest.fixture
 def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of a model that is in the cache, as the Hub's client lays it out; there is no network."""
+    """Return the name of a model that is in the cache, as the Hub's client lays it out. There is no network."""
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -83,9 +83,9 @@ def test_a_hub_that_does_not_answer_is_not_asked_again(name: str, monkeypatch: p
         for given in ("some/other-model", f"some/other-model@{COMMIT}"):
             with pytest.raises(HubError, match=rf"{given}.*{address}"):
                 model_folder(given)
-        # What is in the cache is taken from there.
+        # A model in the cache is taken from there.
         assert Path(model_folder(name)).name == Path(model_folder(f"{name}@{COMMIT}")).name == COMMIT
-    assert asked[0] <= 5, "it is not tried again"  # a process's first connection is made twice by the client
+    assert asked[0] <= 5, "it is not tried again"  # the client makes a process's first connection twice
 
 
 def test_weights_are_downloaded_in_the_format_that_is_read_alone(

@@ -43,7 +43,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def written(family: str, tmp_path: Path) -> Context:
-    """Of a generator with a model of a family, of odd widths."""
+    """Return the context of a generator with a model of a family, of odd widths."""
     config = CONFIG if family == "llama" else CONFIGS[family]
     save(random_model(replace(config, intermediate_size=43)), tmp_path)
     TOKENIZER.save(tmp_path)
@@ -55,7 +55,7 @@ def trained(context: Context) -> Any:
 
 
 def assert_the_trainers(policy: Any, rollouts: Rollouts) -> None:
-    """What was recorded is log π of packed sequences, in several ways to pack them."""
+    """Assert that the recorded log-probabilities are log π of packed sequences, in several packings."""
     with torch.no_grad():
         for micro_tokens in (16, 64, 4096):
             for packed in pack(rollouts, micro_tokens):
@@ -83,7 +83,7 @@ def test_what_a_generator_records_is_what_a_trainer_computes(
     torch.set_num_threads(threads)
     assert sum(metrics.get("mismatch", 0.0) for _, metrics in together.values()) == 0.0
     assert any("mismatch" in metrics for _, metrics in together.values())
-    # Few slots, so that prompts are computed beside sampling and in other pieces; and one group alone.
+    # With few slots, prompts are computed beside sampling and in other pieces. In the second case a group is alone.
     for slots, ordinals in ((16, [5, 0, 3, 2]), (48, [4])):
         apart = run(make_engine(replace(context, slots=slots), samples=3, temperature=temperature), ordinals, weights)
         for ordinal in ordinals:
@@ -93,7 +93,7 @@ def test_what_a_generator_records_is_what_a_trainer_computes(
 
 
 def test_without_it_they_differ(context: Context) -> None:
-    """So that the tests above say something."""
+    """Else the tests above would show nothing."""
     policy = trained(context)
     found = run(make_engine(context, samples=3), range(8), Weights(0, policy.weights()))
     assert sum(mismatch(policy.model, rollouts) for rollouts, _ in found.values()) > 0
@@ -101,8 +101,8 @@ def test_without_it_they_differ(context: Context) -> None:
 
 @DTYPES
 def test_an_update_learns_what_the_ordinary_one_does(context: Context, dtype: torch.dtype) -> None:
-    """Forward passes differ in rounding, backward passes are the ordinary ones; log-probabilities of a node are those
-    recorded."""
+    """Forward passes differ in rounding; backward passes are the ordinary ones. `policy_logprobs` computes the recorded
+    log-probabilities."""
     given = replace(context, dtype=str(dtype).removeprefix("torch."), invariant=True)
     ours, theirs = trained(given), trained(replace(given, invariant=False))
     found = run(make_engine(given, samples=3), range(4), Weights(0, ours.weights()))
@@ -147,7 +147,7 @@ def test_gradients_are_those_of_the_plain_formulas(dtype: torch.dtype) -> None:
 
 @DTYPES
 def test_a_row_is_the_same_bits_in_any_rows_and_threads(threads: int, dtype: torch.dtype) -> None:
-    """Of sizes on both sides of a tile, a vector, and a chunk of rows."""
+    """Sizes are on both sides of a tile, a vector, and a chunk of rows."""
     for rows, width, out in ((1, 5, 3), (7, 16, 4), (97, 33, 9), (200, 48, 130)):
         x, weight = random(rows, width, dtype=dtype), random(out, width, seed=1, dtype=dtype)
         norm = random(width, seed=2, dtype=dtype)
@@ -187,7 +187,7 @@ def test_what_it_does_not_cover_is_refused() -> None:
 def test_a_mismatch_beyond_rounding_is_warned_of_once(context: Context) -> None:
     for given, beyond in ((context, 2.0), (replace(context, invariant=True), 1 + 1e-6)):
         engine = make_engine(replace(given, batch=1), samples=3)
-        # As if the trainer turned queries and keys by other angles.
+        # Let the trainer's pass rotate queries and keys by other angles.
         engine.unpacked.cos_PK = engine.unpacked.cos_PK * beyond
         weights = Weights(0, trained(given).weights())
         with pytest.warns(MismatchWarning) as told:

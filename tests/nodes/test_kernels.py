@@ -1,5 +1,5 @@
-"""What is compiled for a CPU: norms, gated activations, rotary positions and causal attention are those of the
-formulas, forward and backward, and as good without a compiler."""
+"""Kernels that are compiled for a CPU: norms, gated activations, rotary positions and causal attention are those of
+the formulas, forward and backward; also without a compiler."""
 
 import ctypes
 import math
@@ -25,7 +25,7 @@ from penstock.nodes.model.kernels import Linear, linear, together
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-# Of rows on both sides of a tile, a vector, a block of queries and a chunk of sums, with widths that no vector divides.
+# Lengths on both sides of a tile, a vector, a block of queries and a chunk of sums; widths that no vector divides.
 LENGTHS, WIDTHS = (1, 7, 16, 25, 66), (2, 10, 64)
 
 Call = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -42,7 +42,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def with_gradients(call: Call, given: tuple[Tensor, ...]) -> list[Tensor]:
-    """What a function makes, and the gradients of what it was given for one that is drawn by shape."""
+    """Return a function's outputs, and the gradients of its inputs for output gradients that are drawn by shape."""
     leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in given]
     made = call(*leaves)
     outs = (made,) if isinstance(made, Tensor) else made
@@ -51,13 +51,13 @@ def with_gradients(call: Call, given: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def assert_of_the_formula(call: Call, formula: Call, given: tuple[Tensor, ...]) -> None:
-    """In float64; and to the same bits without gradients and with two threads."""
+    """Compare with the formula in float64. Without gradients, and with two threads, the bits are the same."""
     torch.set_num_threads(1)
     found, exact = with_gradients(call, given), with_gradients(formula, tuple(x.double() for x in given))
     near = NEAR[given[0].dtype]
     for mine, theirs in zip(found, exact, strict=True):
         assert mine.dtype == given[0].dtype
-        # Of a sum over rows the error grows with what is summed up.
+        # The error of a sum over rows grows with the sum.
         torch.testing.assert_close(mine.double(), theirs, rtol=near, atol=near * max(1.0, float(theirs.abs().max())))
     with torch.no_grad():
         made = call(*given)
@@ -77,7 +77,7 @@ def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 
 
 def attended(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int = 0) -> Tensor:
-    """By the whole matrix of scores."""
+    """Attend by the whole matrix of scores."""
     groups, length = q_BSHK.shape[2] // k_BSGK.shape[2], q_BSHK.shape[1]
     k_BSHK, v_BSHK = (x.repeat_interleave(groups, 2) for x in (k_BSGK, v_BSGK))
     scores_BHSS = torch.einsum("bshk,bthk->bhst", q_BSHK, k_BSHK) / math.sqrt(q_BSHK.shape[-1])
@@ -249,7 +249,7 @@ def test_sequences_that_lie_end_to_end_attend_as_each_alone_to_the_bit(dtype: to
 def test_sequences_with_one_beginning_attend_as_each_alone(
     families: list[tuple[int, list[int]]], window: int, dtype: torch.dtype
 ) -> None:
-    """Outputs and the gradients of queries to the bit; keys and values have the sum of their sequences' gradients."""
+    """Outputs and gradients of queries are equal to the bit; keys and values have the sum of sequences' gradients."""
     starts, heads, sequences = [0], [0], []
     for prefix, rests in families:
         shared = list(range(starts[-1], starts[-1] + prefix))
@@ -288,7 +288,7 @@ def test_no_bit_of_a_token_depends_on_those_after_it_or_on_other_sequences(dtype
 
     for length in (1, 6, 17, 33):
         assert torch.equal(beginning(length), whole[:, :length])
-    # What a window has room for changes no bit.
+    # A window changes no bit of tokens whose whole context it covers.
     windowed = causal.attend(q, k, v, 11)
     assert torch.equal(windowed[:, :11], whole[:, :11])
     assert torch.equal(causal.attend(q, k, v, 40), whole)
@@ -368,7 +368,7 @@ def test_without_a_compiler_it_is_said_in_one_text(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How often the compiler was called; the user's cache is empty."""
+    """Return a function that counts calls of the compiler. The user's cache is empty."""
     calls, program = tmp_path / "calls", tmp_path / "cc"
     calls.touch()
     program.write_text(f'#!/bin/sh\necho >> {calls}\nexec cc "$@"\n')
@@ -408,16 +408,16 @@ def test_what_is_not_whole_or_may_be_others_is_compiled_again(tmp_path: Path, co
     assert number(compile_c(source, torch.float32, ["-DN=1"])) == 2
     (library,) = kept.iterdir()
     whole = library.read_bytes()
-    library.unlink()  # what a process has loaded stays as it is
+    library.unlink()  # do not write into the file that the process has loaded
     library.touch()
     assert number(compile_c(source, torch.float32, ["-DN=1"])) == 2
     assert (compilations(), library.stat().st_size) == (2, len(whole))
-    # A folder to which others may write: it is neither read nor written.
+    # A folder that others may write is neither read nor written.
     kept.chmod(0o777)
     library.unlink()
     assert number(compile_c(source, torch.float32, ["-DN=1"])) == 2
     assert (compilations(), list(kept.iterdir())) == (3, [])
-    # One that is a link, perhaps of somebody else.
+    # Nor is a link, which may be another user's.
     kept.rename(tmp_path / "other")
     (tmp_path / "other").chmod(0o700)
     kept.symlink_to(tmp_path / "other")
@@ -431,7 +431,7 @@ def test_a_user_without_a_home_keeps_it_in_a_folder_that_is_its_own(
 ) -> None:
     for name in ("PENSTOCK_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("os.getuid", lambda: 54321)  # of whom the system knows nothing
+    monkeypatch.setattr("os.getuid", lambda: 54321)  # the system knows nothing of this user
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert [number(compile_c(counting(tmp_path, 1), torch.float32, ["-DN=1"])) for _ in range(2)] == [2] * 2
     assert compilations() == 1
@@ -441,7 +441,7 @@ def test_a_user_without_a_home_keeps_it_in_a_folder_that_is_its_own(
 
 
 def test_operations_say_what_they_make_without_making_it() -> None:
-    """What a compiler traces, or a planner counts."""
+    """Compilers trace such shapes, and planners count them."""
     q, k = torch.empty(2, 5, 4, 8, device="meta"), torch.empty(2, 5, 2, 8, device="meta")
     table, ops = torch.empty(5, 1, 8, device="meta"), torch.ops.penstock
     assert ops.rms_norm(q, q[0, 0, 0], 1e-5).shape == q.shape
@@ -456,7 +456,7 @@ def test_operations_say_what_they_make_without_making_it() -> None:
 @DTYPES
 @pytest.mark.parametrize("shape", [(2, 1, 3, 64), (1, 5, 3, 64), (2, 5, 1, 64)])
 def test_rows_that_are_repeated_are_rows(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Of strides 0, as an expanded tensor has them, and the gradient of a sum over positions."""
+    """An expanded tensor has strides of 0, and so has the gradient of a sum over positions."""
     x, weight = random(*shape, dtype=dtype).expand(2, 5, 3, 64), random(64, dtype=dtype)
     assert torch.equal(rms_norm(x, weight, 1e-6), rms_norm(x.contiguous(), weight, 1e-6))
     assert torch.equal(gated(x, x), gated(x.contiguous(), x.contiguous()))

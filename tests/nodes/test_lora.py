@@ -1,4 +1,4 @@
-"""Low-rank adapters: peft's numbers, peft's files; the base stays as it is, and adapters alone are learnt and sent."""
+"""Low-rank adapters: peft's results, peft's files; the base does not change, and only adapters are trained and sent."""
 
 import hashlib
 import json
@@ -76,8 +76,8 @@ TOKENS = torch.randint(CONFIG.vocab_size, (3, 17), generator=torch.Generator().m
 
 
 def test_logits_and_gradients_are_those_of_peft(base: Path, tmp_path: Path) -> None:
-    """From our files, after some updates, so that neither matrix is as it was."""
-    import peft  # for seconds, which workers without these tests do not need
+    """peft reads our files after some updates, so that neither matrix has its first values."""
+    import peft  # takes seconds, which only workers with these tests spend
 
     learner = learnt(base)
     export(learner, tmp_path / "ours")
@@ -99,7 +99,7 @@ def test_logits_and_gradients_are_those_of_peft(base: Path, tmp_path: Path) -> N
 
 
 def test_adapters_that_peft_has_written_are_read(base: Path, tmp_path: Path) -> None:
-    import peft  # for seconds, which workers without these tests do not need
+    import peft  # takes seconds, which only workers with these tests spend
 
     plain = transformers.AutoModelForCausalLM.from_pretrained(base)
     torch.manual_seed(7)
@@ -113,7 +113,7 @@ def test_adapters_that_peft_has_written_are_read(base: Path, tmp_path: Path) -> 
     torch.testing.assert_close(logits(started.model, TOKENS), theirs(TOKENS).logits.detach(), rtol=1e-5, atol=1e-5)
     reference: Any = make_reference(context(tmp_path / "theirs", lora=0, lora_alpha=0.0, lora_targets=()))
     assert torch.equal(logits(reference.model, TOKENS), logits(started.model, TOKENS))
-    # What gives a number has them in its weights.
+    # A scorer has the adapters merged into its weights.
     merged: Any = theirs.merge_and_unload()
     scorer = load_model(Scorer, tmp_path / "theirs", new_head=True)
     torch.testing.assert_close(scorer(TOKENS), merged.model(TOKENS).last_hidden_state.detach(), rtol=1e-5, atol=1e-5)
@@ -144,7 +144,7 @@ def test_adapters_alone_change_and_are_sent(base: Path, dtype: str) -> None:
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert all(p.grad is None for p in learner.model.parameters() if not p.requires_grad)
     assert not any(torch.equal(tensor, first[name]) for name, tensor in learner.weights().items())
-    # Layers, and of each target the rank times what goes in and what comes out.
+    # For each layer and target: the rank times the sum of inputs and outputs.
     wide, heads, inner = CONFIG.hidden_size, CONFIG.num_attention_heads * CONFIG.head_dim, CONFIG.intermediate_size
     numbers = 2 * 3 * (2 * (wide + heads) + 2 * (wide + inner))
     assert sum(tensor.numel() for tensor in learner.weights().values()) == numbers
@@ -187,7 +187,7 @@ def test_one_process_of_a_host_reads_a_base_for_its_digest(base: Path, tmp_path:
         return real(file, name)
 
     def found(settled_s: float) -> str:
-        """As another process finds it."""
+        """Return the digest as another process finds it."""
         monkeypatch.setattr(hf, "SETTLED_S", settled_s)
         hf.digest.cache_clear()
         return hf.digest(base)
@@ -195,13 +195,13 @@ def test_one_process_of_a_host_reads_a_base_for_its_digest(base: Path, tmp_path:
     (tmp_path / "notes").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "notes"))
     monkeypatch.setattr(hashlib, "file_digest", counted)
-    # The first one has just been written: it is not noted.
+    # At first the file counts as just written, so its digest is not noted.
     assert found(1e9) == found(-1.0) == found(-1.0)
     assert len(read) == 2
     before = hf.digest(base)
     save(model(2), base)
     assert found(-1.0) != before
-    # A folder that others may write to is not believed.
+    # Notes in a folder that others may write are not used.
     (home,) = (tmp_path / "notes").iterdir()
     home.chmod(0o777)
     assert found(-1.0) == hf.digest(base)
@@ -340,7 +340,7 @@ def test_a_generator_over_ranks_applies_its_parts(base: Path, tmp_path: Path, gr
 
 
 def test_a_base_has_the_digest_that_runs_with_its_adapters_have_noted() -> None:
-    """A field of a configuration that is added, and has its default, changes none."""
+    """A new field of a configuration changes no digest as long as it has its default."""
     noted = "e07333cbd83e4add51ca13ab0999294b67cf81747ee7b4b70c3ce82efbf9411f"
     assert base_digest(Context()) == noted
     config = initial_model("")[0]

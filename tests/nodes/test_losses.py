@@ -55,12 +55,12 @@ from tests.nodes.rollouts import random_rollouts
 from tests.nodes.tiny_model import CONFIG, TOKENIZER
 from tests.nodes.updating import FREE, LENGTHS, assert_same, batch, by_autograd, equal, gradients, policy, unpacked
 
-# Each loss and its gradient are the paper's formula, and not those of its well-known wrong versions; so are
-# importance weights and divergences. Tokens that are said to be clipped are those that the clip silences or bounds.
+# Each loss and its gradient are those of the paper, and not of its well-known wrong versions; so are importance weights
+# and divergences. The tokens that count as clipped are those that the clip silences or bounds.
 
 
 def known(advantages: Tensor, sequence: Tensor | None = None, **given: Tensor) -> Sampled:
-    """What is known of tokens; without a `sequence` each is a response of its own."""
+    """Return the `Sampled` of tokens. Without a `sequence`, each token is a response of its own."""
     sequence = torch.arange(len(advantages)) if sequence is None else sequence
     return Sampled(advantages, torch.bincount(sequence)[sequence], torch.zeros(len(advantages)), sequence, given)
 
@@ -102,12 +102,12 @@ SIDES: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.5}
 
 
 def weighted(weights: list[float]) -> tuple[Tensor, Tensor]:
-    """−w · A · log π with a constant weight, and its slope."""
+    """Return −w · A · log π with a constant weight, and its slope."""
     return -float64(weights) * ADVANTAGES * LOGPROBS, -float64(weights) * ADVANTAGES
 
 
 def changed(values: Tensor, **places: float) -> Tensor:
-    """The same but at these places, `_3` for token 3."""
+    """Return the same values except at these places, `_3` for token 3."""
     found = values.clone()
     for place, value in places.items():
         found[int(place[1:])] = value
@@ -118,7 +118,7 @@ def changed(values: Tensor, **places: float) -> Tensor:
     ("loss", "given", "by_hand", "slopes"),
     [
         (reinforce, {}, *weighted([1.0] * 10)),
-        # A constant weight: through min(r, ρ) · A instead, there would be no gradient wherever r > ρ.
+        # The weight is constant: with a loss of min(r, ρ) · A there would be no gradient where r > ρ.
         (partial(aipo, rho=1.5), OLD, *weighted([1.0, 0.9, 1.4, 1.5, 0.5] * 2)),
         # On policy it is REINFORCE.
         (partial(aipo, rho=2.0), {"behaviour": LOGPROBS}, *weighted([1.0] * 10)),
@@ -167,7 +167,7 @@ TOKEN_RATIOS = float64([1.0, 4.0, 0.5, 2.0, 0.5, 1.0])
 
 
 def responses() -> tuple[Tensor, Tensor]:
-    """(log π with a gradient, log μ)."""
+    """Return (log π with a gradient, log μ)."""
     behaviour = torch.linspace(-3, -1, 6, dtype=torch.float64)
     return (behaviour + TOKEN_RATIOS.log()).requires_grad_(), behaviour
 
@@ -302,7 +302,7 @@ REFERENCE = torch.tensor([1.0, 0.2, -0.5, 0.4], dtype=torch.float64).log_softmax
 
 
 def sampled_gradient(estimator: Estimator) -> Tensor:
-    """The mean over tokens of π of the estimator's gradient by the logits: what sampling estimates."""
+    """Return the mean, over tokens sampled by π, of the estimator's gradient with respect to the logits."""
     logits = LOGITS.clone().requires_grad_()
     logprobs = logits.log_softmax(-1)
     loss = (logprobs.exp().detach() * kl_estimate(logprobs, REFERENCE, estimator=estimator)).sum()
@@ -363,8 +363,8 @@ def test_the_gradient_of_reverse_kl_goes_through_the_whole_vocabulary() -> None:
 
 
 def test_distillation_of_sampled_tokens_has_the_mean_gradient_of_reverse_kl() -> None:
-    """Of the tokens' losses over all tokens, each as often as π samples it. Neither the plain log ratio nor a live
-    weight has that gradient."""
+    """The mean is over all tokens, weighted by π. Neither the plain log ratio nor a weight with a gradient has that
+    mean gradient."""
     logits = LOGITS.clone().requires_grad_()
     logprobs = logits.log_softmax(-1)
 
@@ -463,7 +463,7 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_of_the_head_come_back_whatever_the_lengths(dtype: str) -> None:
-    """For each shape that is new oneDNN compiles a product, and keeps it."""
+    """oneDNN compiles a product for each new shape, and keeps it."""
     learner = policy(dtype=dtype)
     lengths, widths = Random(0), (learner.model.config.vocab_size, learner.model.config.hidden_size)
     with Products() as seen:
@@ -552,7 +552,7 @@ def beside(weight: float = 0.25, **options: Any) -> Term:
 @pytest.mark.parametrize("average", ["token_mean", "sequence_mean", "constant"])
 @pytest.mark.parametrize("micro_tokens", [1, 20, 1000])
 def test_an_update_steps_along_the_weighted_sum_of_its_terms(average: Any, micro_tokens: int) -> None:
-    """Each with a normaliser of its own: the second has 9 tokens of 3 responses."""
+    """Each term has a normaliser of its own: the second has 9 tokens of 3 responses."""
     learner, (rollouts, advantage) = policy(max_tokens=7), batch()
     logprobs = unpacked(learner, rollouts)
     shown = [logprobs[row].mean() if average == "sequence_mean" else logprobs[row].sum() for row in TERMS_ROWS]
@@ -584,7 +584,7 @@ def test_one_loss_in_two_halves_is_the_loss() -> None:
 
 
 def test_a_term_of_nothing_changes_nothing() -> None:
-    """None of the responses was good enough, or an environment wrote them."""
+    """For example, no response was good enough, or an environment wrote all tokens."""
     silent = replace(demonstrations(), versions_NT=torch.full((3, 4), -1))
     for rollouts in (demonstrations().take([]), silent):
         one, other = policy(), policy()
@@ -615,7 +615,7 @@ def test_every_term_is_in_every_step_with_minibatches_of_its_own() -> None:
 
 
 def test_a_term_of_fewer_groups_than_minibatches_is_in_as_many_steps() -> None:
-    """How many a term has may depend on rewards, so it ends no run."""
+    """A term's number of groups may depend on rewards, so too few do not end a run."""
     for rows, tokens in (([0, 1, 2], 9), ([1], 4)):
         few = term.fn(demonstrations().take(rows), loss=imitate)
         _, figures = policy_update.fn(policy(), *batch(), beside=(few,), loss=aipo, epochs=2, minibatches=4)
@@ -641,7 +641,7 @@ def test_a_term_crosses_processes() -> None:
 
 @requires(reads("group"))
 def listwise(logprobs_P: Tensor, sampled: Sampled, *, sign: float = 1.0) -> Tensor:
-    """−A · log of the response's share among those to the same prompt; on each of its tokens, over their number."""
+    """Return, at each token, −A · log of the response's share among the responses to its prompt, over its length."""
     group_N, row_P = sampled.group_N, sampled.sequence_P
     whole_N = segment_sum(logprobs_P, row_P, len(group_N))
     share_N = whole_N - segment_sum(whole_N.exp(), group_N).log()[group_N]
@@ -669,7 +669,7 @@ def test_a_loss_that_reads_groups_sees_them_whole_whatever_the_packing(loss: Any
 
 
 def spread(logprobs_P: Tensor, sampled: Sampled, *, base: Any) -> Tensor:
-    """The loss of a response on each of its tokens, so that their mean is the response's."""
+    """Return the loss of a response at each of its tokens, so that their mean is the response's loss."""
     found: Tensor = base(logprobs_P, sampled) * sampled.lengths_P
     return found
 
@@ -691,7 +691,7 @@ def test_minibatches_are_groups_too() -> None:
     assert (figures["optimizer_steps"], figures["tokens"]) == (2, sum(length for _, length in LENGTHS))
 
 
-# The settings that rollouts were sampled with travel with them, and whoever scores their tokens applies them.
+# Rollouts carry the settings with which they were sampled, and nodes that score their tokens apply them.
 
 
 TEMPERATURES = (0.6, 1.0, 1.7)
@@ -715,7 +715,7 @@ def learner(context: Context) -> LanguagePolicy:
 
 
 def settings_sampled(context: Context, ordinal: int, **options: Any) -> Rollouts:
-    """A group of a policy's own."""
+    """Sample a group with a policy's own weights."""
     behaviour = Weights(0, learner(context).weights())
     prompts = Prompts((ordinal,), (f"{ordinal}+58=",), ("0",))
     engine = make_engine(context, samples=SAMPLES, **options)
@@ -724,7 +724,7 @@ def settings_sampled(context: Context, ordinal: int, **options: Any) -> Rollouts
 
 @pytest.fixture(scope="module")
 def mixed(context: Context) -> Rollouts:
-    """Groups of several temperatures, joined."""
+    """Return joined groups of several temperatures."""
     return Rollouts.concat([settings_sampled(context, n, temperature=t) for n, t in enumerate(TEMPERATURES)])
 
 
@@ -735,7 +735,7 @@ def within(rollouts: Rollouts) -> torch.Tensor:
 
 
 def replayed(rollouts: Rollouts) -> Rollouts:
-    """What comes out of a buffer when nothing fresh is left."""
+    """Return what comes out of a replay buffer, without fresh rows."""
     memory = open_buffer(Context(node="replay"))
     advantage = Advantages(torch.zeros(len(rollouts)))
     memory, _, _ = replay.fn(memory, rollouts, advantage)
@@ -804,7 +804,7 @@ def test_whole_distributions_are_compared_at_the_temperature_of_the_samples(tmp_
 def test_gradients_and_entropies_are_those_of_the_tempered_distribution(
     chunk_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oracle goes through each row alone, with torch's own categorical distribution."""
+    """The oracle computes each row alone, with torch's own categorical distribution."""
     monkeypatch.setattr(token_logprobs, "__kwdefaults__", {"chunk_elements": chunk_elements})
     rollouts, advantage = batch()
     rollouts = replace(rollouts, temperature_N=torch.tensor([0.5, 1.0, 2.0, 0.7, 1.3]))

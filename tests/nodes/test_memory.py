@@ -1,4 +1,4 @@
-"""What a rank of a trainer holds in a step is what the planner's memory model says."""
+"""The planner's memory model has the bytes that a rank of a trainer holds in a step."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_the_memory_model_says_what_torchs_tracker_counts(
 ) -> None:
     case = (mesh, tied, groups, dtype, lora)
     if mesh:
-        # A thread of gloo may still hold a buffer that the rank has let go of. Stages need the numbers that they send.
+        # A thread of gloo may still hold a buffer that the rank has freed. But stages need the values that are sent.
         backend = "gloo" if mesh == "pp=2" else "fake"
         spawn(2, f"{agrees.__module__}:agrees", *case, folder=tmp_path, backend=backend)
     else:

@@ -1,4 +1,4 @@
-"""The decoder and its files equal the reference implementation; a policy's state is all there is."""
+"""The decoder and its files equal the reference implementation; a policy's state is complete."""
 
 import json
 import re
@@ -100,7 +100,7 @@ def test_what_transformers_writes_is_loaded_with_the_same_logits(tmp_path: Path,
 
 
 def test_a_second_head_beside_tied_embeddings_is_refused_unless_it_is_equal(tmp_path: Path) -> None:
-    """`transformers` computes with the head that is there."""
+    """`transformers` would compute with the head in the file."""
     save(model(config=TINY), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     head = tensors["model.embed_tokens.weight"].clone()
@@ -165,7 +165,7 @@ def test_linear_and_its_gradients_equal_the_ordinary_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_norm_and_its_gradients_are_those_of_the_formula(dtype: torch.dtype) -> None:
-    """To the same bits with gradients and without."""
+    """The bits are the same with gradients and without."""
     generator = torch.Generator().manual_seed(0)
     x, weight_D, grad = (
         torch.randn(shape, generator=generator).to(dtype) for shape in ((7, 40, 96), (96,), (7, 40, 96))
@@ -318,7 +318,7 @@ KEYS = "model.layers.1.self_attn.k_proj.weight"
 
 
 def changed(**tensors: Tensor | None) -> Callable[[Path], None]:
-    """The directory with some tensors changed, or taken out."""
+    """Return a function that changes some tensors of a directory, or takes them out."""
 
     def change(folder: Path) -> None:
         found = {**load_file(folder / WEIGHTS), **tensors}
@@ -328,7 +328,7 @@ def changed(**tensors: Tensor | None) -> Callable[[Path], None]:
 
 
 def indexed(text: str) -> Callable[[Path], None]:
-    """The directory with an index in place of the one file."""
+    """Return a function that puts an index in place of a directory's one file."""
 
     def change(folder: Path) -> None:
         (folder / WEIGHTS).unlink()
@@ -379,7 +379,7 @@ def test_a_directory_that_is_not_the_models_is_refused(
             load_model(CausalLM, tmp_path, device=device)
 
 
-# A policy's state is all there is: restored, it goes on to the bit; exported, other tools load it.
+# A policy's state is complete: a restored policy goes on to the bit, and other tools load an exported one.
 
 
 LESSON = Demonstrations(("12+34=", "50-9="), ("046", "041"))
@@ -424,7 +424,7 @@ def test_restoring_forgets_what_was_learnt_since() -> None:
 
 
 def test_what_a_rank_has_no_elements_of_is_not_restored() -> None:
-    """As a pipeline stage is given the layers of the others, from a state of another mesh."""
+    """For example, a pipeline stage is given the layers of other stages from a state of another mesh."""
     learner, other = policy(), policy(seed=9)
     tensors, facts = saved(other)
     learner.restore({**tensors, "master.model.layers.9.mlp.up_proj.weight": torch.empty(0, 64)}, facts)
@@ -491,7 +491,7 @@ def test_a_directory_is_opened_in_the_dtype_asked_for(tmp_path: Path) -> None:
     assert tokenizer.encode("12+3=") == policy().tokenizer.encode("12+3=")
 
 
-# Bytes or a directory's own file: what is encoded comes back, and what cannot be said is an error.
+# Tokenizers of bytes or of a directory: decoding gives the encoded text, and a text without tokens is an error.
 
 
 TEMPLATE = (
@@ -502,7 +502,7 @@ TEMPLATE = (
 
 
 def words_folder(folder: Path, **changes: Any) -> Path:
-    """A directory with a word-level tokenizer that begins each text with <s>."""
+    """Write a directory with a word-level tokenizer that begins each text with <s>."""
     vocab = {
         word: i for i, word in enumerate(["<s>", "</s>", "<end>", "what", "is", "two", "[", "]", "user", "assistant"])
     }
@@ -554,7 +554,7 @@ def test_a_prompt_begins_as_the_model_wants_it_and_a_response_may_end_in_several
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 1]}))
     tokenizer = load_tokenizer(folder)
     assert (tokenizer.stops, tokenizer.eos, tokenizer.pad) == ((1, 2), 1, 2)
-    # Of config.json, as transformers takes it, where the other file says nothing.
+    # If generation_config.json has no stop tokens, those of config.json count, as in transformers.
     (folder / "config.json").write_text(json.dumps({"vocab_size": 300, "eos_token_id": [1, 0]}))
     assert load_tokenizer(folder).stops == (1, 2)
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": True}))
@@ -579,7 +579,7 @@ def test_a_chat_template_gives_the_same_prompt_as_transformers(tmp_path: Path, p
 
 
 def test_a_template_may_mark_what_the_assistant_says_and_ask_for_tools(tmp_path: Path) -> None:
-    """The marks are for trainers of demonstrations, who learn from that alone."""
+    """The marks are for training on demonstrations, which uses only the marked text."""
     transformers = pytest.importorskip("transformers")
     marked = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}.{% endgeneration %} {% endfor %}"
     marked += "{% if tools is not none or documents is not none %}tools{% endif %}"
@@ -595,7 +595,7 @@ def test_a_template_that_writes_the_date_says_the_same_on_every_day(tmp_path: Pa
 
 
 def test_how_a_tokenizer_was_used_when_it_was_saved_changes_no_prompt(tmp_path: Path) -> None:
-    """Its file keeps how the last batch was cut and padded."""
+    """A tokenizer's file keeps how the last batch was truncated and padded."""
     tokenizer = byte_tokenizer("ab")
     needed = tokenizer.encode("abab")
     tokenizer.backend.enable_truncation(max_length=3)
@@ -660,7 +660,7 @@ def test_what_a_tokenizers_files_say_wrongly_is_named(tmp_path: Path, file: str,
 
 
 def test_a_reply_that_the_template_writes_as_json_is_that_of_transformers(tmp_path: Path) -> None:
-    """As Llama 3's do with what a tool says."""
+    """Llama 3's templates do so with a tool's replies."""
     transformers = pytest.importorskip("transformers")
     template = (
         "{% for m in messages %}{{ m.role }}: {% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}"
@@ -678,8 +678,8 @@ def test_a_reply_that_the_template_writes_as_json_is_that_of_transformers(tmp_pa
 
 
 def test_a_special_token_that_the_model_has_no_word_for_is_text(tmp_path: Path) -> None:
-    """As that of images, which the tokenizer of Gemma 3's language models has and they have not. One that the model
-    would need, or that is no special one, is of another model."""
+    """For example the image token, which Gemma 3's language models lack but their tokenizer has. A token that the model
+    needs, or that is not special, means that the tokenizer is another model's."""
     folder = words_folder(tmp_path)
     (folder / "config.json").write_text('{"vocab_size": 10}')
     tokenizer = load_tokenizer(folder)
@@ -709,7 +709,7 @@ def test_a_text_may_say_the_words_of_the_unknown_token(tmp_path: Path) -> None:
     assert tokenizer.encode("a <unk> a") == [1, 0, 1]
     with pytest.raises(TokenizerError, match="the tokenizer has no token for it"):
         tokenizer.encode("a <unk> b")
-    # Of what somebody else has written they are letters.
+    # In a text of another speaker they are letters.
     spelled = byte_tokenizer("<unk>a")
     assert spelled.decode(spelled.encode_prompt("a<unk>", plain=True)) == "a<unk>"
     with pytest.raises(TokenizerError, match="needed a text without 'b'"):
@@ -717,7 +717,7 @@ def test_a_text_may_say_the_words_of_the_unknown_token(tmp_path: Path) -> None:
 
 
 def test_a_reply_goes_through_the_template_and_says_no_stop_token_twice(tmp_path: Path) -> None:
-    """What follows the model's turn in the template: its end, the reply as its role says, and the next beginning."""
+    """The template has, after the model's turn: its end, the reply in its role, and the beginning of the next turn."""
     template = (
         "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('no') }}{% endif %}"
         "{{ m.content }}{{ '<end>' if m.role == 'assistant' else ' is ' }}{% endfor %}what"

@@ -45,7 +45,7 @@ from tests.nodes.rollouts import assert_gradients, first_gradients, numbers_of_r
 from tests.nodes.tiny_model import export, model, save
 from tests.nodes.updating import CONTEXT, batch, conversation, policy, unpacked
 
-# The critic by hand: its values, what GAE makes of them, the gradient of its loss, and its state.
+# The critic by hand: its values, their advantages by GAE, the gradient of its loss, and its state.
 
 
 FREE = float("inf")
@@ -54,7 +54,7 @@ CLIP = 0.05
 
 
 def critic(head: float = 0.0, **changes: Any) -> LanguageCritic:
-    """A critic whose head has weights of about `head`."""
+    """Return a critic whose head has weights of about `head`."""
     made = make_critic(replace(CONTEXT, node="critic", **changes))
     assert isinstance(made, LanguageCritic)
     with torch.no_grad():
@@ -64,7 +64,7 @@ def critic(head: float = 0.0, **changes: Any) -> LanguageCritic:
 
 
 def lesson(learner: LanguageCritic, **options: Any) -> None:
-    """One update from its own values and the rewards."""
+    """Update a critic once, from its own values and the rewards."""
     rollouts = random_rollouts()
     values = critic_values.fn(learner, rollouts)
     _, returns, _ = gae.fn(REWARDS, values, rollouts)
@@ -72,7 +72,7 @@ def lesson(learner: LanguageCritic, **options: Any) -> None:
 
 
 def test_a_new_critic_expects_nothing_and_has_the_policys_decoder(tmp_path: Path) -> None:
-    """That of the run's model, or of a directory."""
+    """The decoder is that of the run's model, or of a directory."""
     made = critic()
     export(policy(seed=5), tmp_path)
     assert isinstance(made, Carried)
@@ -120,7 +120,7 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one_over_the_sampled_t
 
 
 def test_an_environments_token_is_no_action_and_each_other_one_pays_for_leaving_the_reference() -> None:
-    """With γ = λ = 1 and V = 0 every sampled token's advantage is the reward, less what it and those after it pay."""
+    """With γ = λ = 1 and V = 0 a sampled token's advantage is the reward, minus what it and later tokens pay."""
     rollouts, rewards = random_rollouts([(2, 4)], unsampled=[(0, 1), (0, 3)]), Rewards(torch.tensor([3.0]))
     values, options = Values(torch.zeros(1, 4)), {"lam": 1.0, "whitened": False}
     found, returns, _ = gae.fn(rewards, values, rollouts, **options)
@@ -152,7 +152,7 @@ def test_values_of_another_shape_are_refused() -> None:
 @pytest.mark.parametrize("clip", [None, CLIP])
 @pytest.mark.parametrize("micro_tokens", [1, 1000])
 def test_an_update_steps_along_the_clipped_value_loss(clip: float | None, micro_tokens: int) -> None:
-    """An environment's token is left out, and old values that lie beyond the clip take the larger of the two errors."""
+    """An environment's token is left out. Beyond the clip around the old value, the larger of the two errors counts."""
     rollouts = random_rollouts(unsampled=[(2, 1)])
     learner, twin = critic(0.3), critic(0.3)
     generator = torch.Generator().manual_seed(3)
@@ -182,7 +182,7 @@ def test_epochs_and_minibatches_are_steps_of_one_version() -> None:
 
 
 def test_a_response_without_an_action_teaches_nothing_whatever_the_packing() -> None:
-    """The second response is an environment's alone."""
+    """An environment wrote all of the second response."""
     rollouts, learners = random_rollouts(unsampled=[(1, 0)]), [critic(0.1), critic(0.1)]
     for learner, micro_tokens in zip(learners, (1, 1000), strict=True):
         values = critic_values.fn(learner, rollouts, micro_tokens=micro_tokens)
@@ -261,7 +261,7 @@ def test_clipped_value_loss_takes_the_larger_error_and_stops_only_where_the_clip
     assert torch.autograd.grad(free.sum(), values)[0].tolist() == [-1.75, -0.5, 1.0, -3.0]
 
 
-# The reward model by hand: a response's score is the number at its last token, and pairs teach it their order.
+# The reward model by hand: a response's score is the number at its last token, and it learns the order of pairs.
 
 
 SCORES_CONTEXT = replace(CONTEXT, node="reward_model")
@@ -269,7 +269,7 @@ PAIRS = Pairs(("12+34=", "50-9=", "7+8="), ("046", "041", "15"), ("45", "1:041",
 
 
 def learning(head: float = 0.3, **changes: Any) -> LearningRewardModel:
-    """A reward model whose head has weights of about `head`."""
+    """Return a reward model whose head has weights of about `head`."""
     made = make_preference_model(replace(SCORES_CONTEXT, **changes))
     assert isinstance(made, LearningRewardModel)
     with torch.no_grad():
@@ -385,11 +385,11 @@ def test_a_scorer_grows_on_any_decoder_with_a_head_of_zero(tmp_path: Path, tied:
             assert torch.equal(grown(TOKENS), decoder(TOKENS))
 
 
-# Distillation by hand: what the teacher thinks of tokens, the gradient of the whole divergence, the teacher.
+# Distillation by hand: advantages by the teacher, the gradient of the whole divergence, the teacher.
 
 
 def teacher(folder: Path) -> Teacher:
-    """Another model than the policy's."""
+    """Return a teacher with another model than the policy's."""
     export(policy(seed=2), folder)
     made = open_teacher(replace(CONTEXT, options={"teacher_model": str(folder)}))
     assert isinstance(made, Teacher)
@@ -477,7 +477,7 @@ def test_the_policys_own_are_those_it_has_now_and_need_no_behaviour() -> None:
     assert not found.requires_grad
 
 
-# What follows the policy: its moving average by hand, snapshots, and their state.
+# Models that follow the policy: its moving average by hand, snapshots, and their state.
 
 
 def average(**changes: Any) -> FollowingPolicy:

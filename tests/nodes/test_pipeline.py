@@ -1,4 +1,4 @@
-"""The stages of a pipeline, each a thread, on channels that are in order and unbuffered as NCCL's are."""
+"""The stages of a pipeline, each in a thread, on channels that are ordered and unbuffered like NCCL's."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,14 +16,14 @@ from penstock.nodes.parallel.mesh import Ranks
 from penstock.nodes.parallel.pipeline import PipelineStage
 from tests.unbuffered import Unbuffered
 
-# What the work found, gradients by name, micro-batches whose activations were there at once.
+# The results, the gradients by name, and the most micro-batches whose activations were kept at once.
 Staged = tuple[list[Tensor], dict[str, Tensor | None], int]
 CONFIG = ModelConfig(13, 8, 12, 6, 2, 1, 4)
 STAGES, MICRO_BATCHES = (2, 3, 6), (1, 2, 3, 5, 8)
 
 
 def micro_batches(count: int) -> list[tuple[Packed, bool]]:
-    """Of different shapes; the last one does not count, as the filler of a rank with less work."""
+    """Return micro-batches of different shapes. The last one does not count, like the filler of a rank without work."""
     generator, found = torch.Generator().manual_seed(3), []
     for number in range(count):
         shape = (1 + number % 3, 4 + number % 2)
@@ -46,7 +46,7 @@ def model_of() -> CausalLM:
 
 
 class Saved:
-    """What the backward pass of a micro-batch needs, for as long as its graph has it."""
+    """A tensor that the backward pass of a micro-batch needs. It lives as long as the graph."""
 
     def __init__(self, tensor: Tensor, number: int) -> None:
         self.tensor, self.number = tensor, number
@@ -54,7 +54,7 @@ class Saved:
 
 @dataclass
 class Kept:
-    """Counts the micro-batches whose activations are there at once."""
+    """Counts the micro-batches whose activations are kept at once."""
 
     live: WeakSet[Saved] = field(default_factory=WeakSet)
     number: int = -1
@@ -73,7 +73,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Stage
     torch.set_num_threads(1)
 
     def run(stages: int, todo: Sequence[tuple[Packed, bool]], learns: bool) -> list[Staged]:
-        """What each stage has found, its gradients, the most micro-batches that it kept."""
+        """Return, for each stage, its results, its gradients, and the most micro-batches that it kept."""
         world = Unbuffered(stages)
         world.as_torch(monkeypatch)
         return world.run(*(partial(one, rank, stages, todo, learns) for rank in range(stages)))

@@ -1,4 +1,4 @@
-"""Responses go on from prefixes token by token as they were sampled, each prefix with draws of its own."""
+"""Responses go on from the very tokens of prefixes, each prefix with draws of its own."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +37,7 @@ def prompts(ordinal: int) -> Prompts:
 
 
 def sampled(engine: Engine, given: Mapping[int, Mapping[str, Any]], behaviour: Weights) -> dict[int, Any]:
-    """What follows each group's inputs, all groups together; pauses go on."""
+    """Sample what follows each group's inputs, all groups together, and go on after pauses."""
     for ordinal, more in given.items():
         engine.submit(ordinal, {"prompts": prompts(ordinal), "behaviour": behaviour, **more})
     results: dict[int, Any] = {}
@@ -57,7 +57,7 @@ def begin(context: Context, ordinal: int, samples: int = SAMPLES, **options: Any
 
 
 def begins(context: Context, rollouts: Rollouts, places: Sequence[int] = (1, 3)) -> Prefixes:
-    """Prefixes of so many tokens of each row that is longer."""
+    """Return prefixes of `places` tokens of each row that is longer."""
     prefixes: Prefixes = cut.fn(
         rollouts, at=lambda said: [place for place in places if place < len(said.texts)], context=context
     )[0]
@@ -85,7 +85,7 @@ def test_a_prefix_keeps_the_tokens_and_what_is_known_of_each(context: Context) -
 
 
 def test_with_the_key_that_sampled_it_a_response_goes_on_as_it_did(context: Context) -> None:
-    """A node's first prefix draws as its prompt does: cut and gone on from anywhere, it is the same response."""
+    """A node's first prefix draws like its prompt: cut at any token, it goes on to the same response."""
     rollouts = begin(context, 1)
     for row in range(SAMPLES):
         for place in range(int(rollouts.response_lengths_N[row]) - 1):
@@ -95,7 +95,7 @@ def test_with_the_key_that_sampled_it_a_response_goes_on_as_it_did(context: Cont
 
 
 def test_each_prefix_draws_by_its_own_number_and_by_nothing_else(context: Context) -> None:
-    """Whatever other prefixes and groups there are, in whatever order, slots or segments."""
+    """Other prefixes and groups, order, slots and segments do not matter."""
     whole = {ordinal: begins(context, begin(context, ordinal)) for ordinal in range(4)}
     given = {ordinal: {"after": prefixes} for ordinal, prefixes in whole.items()}
     vines = replace(context, node="vines")
@@ -127,7 +127,7 @@ def test_prefixes_of_equal_tokens_draw_apart(context: Context) -> None:
 
 @pytest.mark.parametrize("learn_prefix", [False, True])
 def test_tokens_of_a_prefix_are_context_unless_they_are_to_be_learnt_from(context: Context, learn_prefix: bool) -> None:
-    """Scorers see the whole response either way, and tokens keep the version and the log μ that they have."""
+    """Scorers see the whole response in both cases, and tokens keep their version and log μ."""
     prefixes = begins(context, begin(context, 2))
     engine = make_engine(replace(context, batch=1), samples=VINES, learn_prefix=learn_prefix)
     made, metrics = sampled(engine, {2: {"after": prefixes}}, weights(7, seed=2))[2]
@@ -145,7 +145,7 @@ def test_tokens_of_a_prefix_are_context_unless_they_are_to_be_learnt_from(contex
         assert text == TOKENIZER.decode(said)
     if not learn_prefix:
         assert mismatch(model(2), made) < 1e-5
-    # Tokens of older weights differ by more than rounding.
+    # Tokens of older weights would differ by more than rounding.
     assert metrics.get("mismatch", 0.0) < 1e-5
     assert ("mismatch" in metrics) == (not learn_prefix)
 
@@ -153,7 +153,7 @@ def test_tokens_of_a_prefix_are_context_unless_they_are_to_be_learnt_from(contex
 def test_a_prefix_is_computed_once_and_not_where_a_response_has_it(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for its last token, which every sample goes on from."""
+    """Except for its last token, from which every sample goes on."""
     engine = make_engine(context, samples=SAMPLES)
     rollouts = sampled(engine, {2: {}}, weights())[2][0]
     longest = int(rollouts.response_lengths_N.argmax())
@@ -168,7 +168,7 @@ def test_a_prefix_is_computed_once_and_not_where_a_response_has_it(
 
 
 def test_what_goes_on_may_be_cut_behind_its_prefix(context: Context) -> None:
-    """A tree: each level has prefixes of its own, longer ones."""
+    """This makes a tree, in which each level has longer prefixes of its own."""
     first = begins(context, begin(context, 2), [2])
     second = further(context, first, 2)
     deeper = begins(context, second, [1, 2, 4])
@@ -185,9 +185,9 @@ def test_a_group_without_a_prefix_has_no_rows(context: Context) -> None:
     made, _ = sampled(make_engine(context, samples=VINES), {1: {"after": prefixes}}, weights())[1]
     rewards, figures = score.fn(made, by=length_of_five)
     assert (metrics["prefixes"], len(made), len(rewards)) == (0.0, 0, 0)
-    assert (metrics["prefix_length"].count, figures["finished"].count) == (0, 0)  # which no row has
+    assert (metrics["prefix_length"].count, figures["finished"].count) == (0, 0)  # no row has them
     assert len(group_advantage.fn(rewards, made)) == len(leave_one_out_advantage.fn(rewards, made)) == 0
-    # Models score none of it.
+    # Models have nothing to score.
     reference: Any = make_reference(replace(context, node="reference"))
     assert reference_logprobs.fn(reference, made).logprobs_NT.shape == (0, 0)
     assert len(reference.pack(ends(made))) == 0
@@ -266,11 +266,11 @@ def test_places_that_are_none_and_rollouts_that_nothing_can_be_cut_of_are_refuse
     assert max(most.rows_N.tolist().count(row) for row in range(SAMPLES)) == 2
 
 
-# What is made of the responses.
+# Advantages of the responses.
 
 
 def group(samples: int) -> Rollouts:
-    """Responses of 4, 5, … tokens to one prompt."""
+    """Return responses of 4, 5, … tokens to one prompt."""
     rollouts = random_rollouts([(2, 4 + sample) for sample in range(samples)])
     return replace(rollouts, ordinals=(0,) * samples)
 
@@ -305,7 +305,7 @@ def test_the_advantage_of_a_step_is_what_it_adds_to_the_value_of_its_state() -> 
 
 
 def begins_of(rows: list[int], lengths: list[int], numbers: list[int]) -> Prefixes:
-    """Prefixes of which nothing but the place matters."""
+    """Return prefixes of which only the place matters."""
     none_NT, one_N = torch.zeros(len(rows), 1), torch.ones(len(rows), dtype=torch.long)
     return Prefixes(
         ordinals=(0,) * len(rows),

@@ -35,7 +35,7 @@ WRAPPER: tuple[str, ...] = ()
 with suppress(SandboxError):
     WRAPPER = isolation()
 isolated = pytest.mark.skipif(not WRAPPER, reason="no bubblewrap that works")
-# Most of what is promised holds without isolation, too.
+# Most promises hold without isolation, too.
 run_python = partial(sandbox.run_python, wrapper=WRAPPER)
 tool = partial(python_tool.fn, sandbox=bool(WRAPPER))
 
@@ -105,7 +105,7 @@ def test_computing_without_end_meets_its_limit() -> None:
 
 
 def passes(monkeypatch: pytest.MonkeyPatch, deadline: Callable[["subprocess.Popen[bytes]"], Any]) -> None:
-    """The deadline of a call passes when this function of its process returns, and no earlier."""
+    """Let the deadline of a call pass when this function of its process returns, and no earlier."""
     listen = sandbox._listen
 
     def listen_then(process: "subprocess.Popen[bytes]", _: float, max_output: int) -> tuple[bytes, bool]:
@@ -125,7 +125,7 @@ def test_a_call_that_has_ended_is_not_late_however_late_it_is_looked_at(monkeypa
     passes(monkeypatch, lambda process: os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT))
     assert run_python("1 + 1", LIMITS) == Answer("2")
     assert run_python("print('x' * 10_000)", LIMITS).output.endswith("OutputError: more than 200 bytes")
-    # Its own alarm has ended it.
+    # Here the call's own alarm ends it.
     late = run_python("import time; time.sleep(3600)", Limits(0.5, 5, 256, 200))
     assert late == Answer("TimeoutError: no end within 0.5 s", failed=True, late=True)
 
@@ -147,7 +147,7 @@ def test_files_network_and_other_processes_are_out_of_reach(code: str) -> None:
 
 
 def test_of_the_system_s_folder_only_what_an_interpreter_needs_is_there() -> None:
-    """Containers have programs and their data in others, such as /usr/src/app."""
+    """Containers have programs and their data in other folders of it, such as /usr/src/app."""
     answer = run_python("import os; ' '.join(os.listdir('/usr'))", LIMITS)
     own = {part for part in Path(sys.base_prefix).parts[2:3] if sys.base_prefix.startswith("/usr/")}
     assert set(answer.output.strip("'").split()) <= {"bin", "lib", "lib64", "local", "share", *own}
@@ -194,10 +194,10 @@ len(kept) < 3
         ("import os\nos.posix_spawn('/bin/true', ['true'], {})", POSIX_SPAWN),
         (CALL_C + "c.fork(), ctypes.get_errno()", "(-1, 1)"),
         (CALL_C + "c.vfork(), ctypes.get_errno()", "(-1, 1)"),
-        # The numbers are those of clone and clone3.
+        # System calls by number: clone and clone3.
         (CALL_C + f"c.syscall({CLONE}, 17, 0, 0, 0, 0), ctypes.get_errno()", "(-1, 1)"),
         (CALL_C + "c.syscall(435, b'\\0' * 64, 64), ctypes.get_errno()", "(-1, 38)"),
-        # Descriptors of their own, which would have a limit of their own: clone, unshare within close_range.
+        # A descriptor table of its own would have a limit of its own: clone, and unshare within close_range.
         (CALL_C + f"c.syscall({CLONE}, {ALIEN}, 0, 0, 0, 0), ctypes.get_errno()", "(-1, 1)"),
         (CALL_C + "c.syscall(436, 60, 63, 2), ctypes.get_errno()", "(-1, 1)"),
         (CALL_C + "c.fallocate(0, 1, ctypes.c_long(0), ctypes.c_long(1 << 20)), ctypes.get_errno()", "(-1, 9)"),
@@ -214,7 +214,7 @@ len(kept) < 3
     ],
 )
 def test_the_limits_are_those_of_the_whole_call_whoever_starts_it(code: str, output: str) -> None:
-    """No second process, and no memory that belongs to none: what one may have is what the call may have."""
+    """There is no second process, and no memory outside a process: the limits of one process are those of the call."""
     answer = run_python(code, LIMITS)
     assert answer.output == (repr(eval(output)) if output.startswith("(False") else output)
 
@@ -229,7 +229,7 @@ def test_threads_take_what_they_need_and_the_input_can_only_be_read(wrapper: tup
 @isolated
 @pytest.mark.skipif(os.getuid() != 0, reason="another user's calls have namespaces of their own")
 def test_calls_of_root_have_limits_on_threads_of_their_own() -> None:
-    """The kernel counts the threads of a user."""
+    """The kernel counts threads by user."""
     first, second = (run_python("import os\nos.getuid()", LIMITS).output for _ in range(2))
     assert len({first, second, "0"}) == 3
 
@@ -248,7 +248,7 @@ print(sandbox.run_python(code, sandbox.Limits(60.0, 5, 256, 200), {wrapper!r}).o
 
 
 def test_a_child_of_a_call_does_not_outlive_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Even one that keeps the output open, where nothing refuses to start it."""
+    """This holds even if its start is not refused and it keeps the output open."""
     (tmp_path / "child.py").write_text(sandbox._CHILD.read_text().replace("if _guarded:", "if False:"))
     monkeypatch.setattr(sandbox, "_call_filter", lambda: struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000))
     monkeypatch.setattr(sandbox, "_CHILD", tmp_path / "child.py")
@@ -317,7 +317,7 @@ def test_rows_with_a_call_are_answered_and_the_others_are_done() -> None:
 
 
 def test_equal_code_is_run_once_and_others_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three calls that wait for each other end if they run at once."""
+    """Three calls that wait for each other end only if they run at once."""
     meet, run = threading.Barrier(3, timeout=20), list[str]()
 
     def met(code: str, limits: Limits, wrapper: tuple[str, ...]) -> Answer:
@@ -341,7 +341,7 @@ def test_a_hung_tool_is_answered_or_fails_its_firing_by_name() -> None:
 
 
 def test_a_call_whose_caller_is_killed_ends_by_itself() -> None:
-    """Nobody is left who would kill it: the alarm in its process does."""
+    """No process is left to kill it: the alarm in its own process does."""
     code = f"""
 import os, signal
 from penstock.nodes.environments import sandbox
@@ -363,7 +363,7 @@ sandbox.run_python({SLEEP!r}, sandbox.Limits(0.5, 5, 256, 200), {WRAPPER!r})
 
 
 def marked(run: str) -> list[int]:
-    """The processes that carry a run's mark."""
+    """Return the processes that carry a run's mark."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""A model over several ranks learns and samples what it does on one, within rounding."""
+"""A model over several ranks learns and samples the same as on one, within rounding."""
 
 import re
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from penstock.runtime.tensor.layout import Mesh, Split
 from tests.nodes.ranked import spawn
 from tests.nodes.tiny_model import parameter_shapes
 
-# A rank's place, work and part of a model follow from the mesh; what a model cannot run on is refused.
+# A rank's place, work and part of a model follow from the mesh; a mesh that a model cannot run on is refused.
 
 
 CONFIG = ModelConfig(97, 24, 40, 5, 8, 4, 4)
@@ -177,7 +177,7 @@ def test_stages_are_runs_of_layers_with_both_ends(stages: int) -> None:
     assert tied == tuple(sorted({0, stages - 1}))
 
 
-# A model over several ranks learns and samples what it does on one, within rounding, and every rank says the same.
+# A model over several ranks learns and samples the same as on one, within rounding, and every rank reports the same.
 
 
 slow = pytest.mark.slow
@@ -213,7 +213,7 @@ def test_a_rank_without_work_of_its_own_changes_nothing(mesh: str, tmp_path: Pat
 @pytest.mark.parametrize("mesh", EVERY)
 @pytest.mark.parametrize("case", [f"{CASES}:other_models", f"{CASES}:half_precision", f"{LESSONS}:frozen"])
 def test_all_models_of_a_run_can_be_in_parts(case: str, mesh: str, tmp_path: Path) -> None:
-    """Masters in parts are float32; a frozen model of a directory is read in parts."""
+    """Sharded masters are float32, and each rank reads only its shard of a frozen model."""
     spawn(2, case, mesh, folder=tmp_path)
 
 
@@ -267,7 +267,7 @@ def test_an_engine_over_ranks_samples_one_ranks_tokens(
     spawn(ranks, f"{PARTS}:engine", str(groups), tied, dtype, folder=tmp_path)
 
 
-# How a step is computed changes neither what it computes nor what every rank says of it.
+# How a step is computed changes neither its results nor what the ranks report.
 
 TRAINING = "tests.nodes.training_cases"
 

@@ -1,4 +1,4 @@
-"""Rewards by functions that wait: many calls at once, each within its deadline; what fails for good is no reward."""
+"""Rewards by functions that wait: many calls at once, each within its deadline; a lasting failure is no reward of 0."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ def group(ordinal: int, *texts: str) -> Rollouts:
 
 
 def played(scorer: RemoteScorer, groups: Mapping[int, Rollouts]) -> dict[int, Any]:
-    """The outcome of each group, all of them in work at once."""
+    """Score all groups at once, and return the outcome of each."""
     assert isinstance(scorer, Stream)
     for tag, rollouts in groups.items():
         scorer.submit(tag, {"rollouts": rollouts})
@@ -65,7 +65,7 @@ def reward(asked: Asked) -> tuple[int, bytes]:
 
 
 def test_calls_of_several_groups_are_made_at_once_and_answered_in_their_places() -> None:
-    # Nobody is answered before six ask: two groups have to be in work at once.
+    # No call is answered before six calls are made: two groups have to be in work at once.
     together = Barrier(6)
 
     def answer(asked: Asked, server: Server) -> tuple[int, bytes]:
@@ -85,7 +85,7 @@ def test_no_more_calls_are_made_at_once_than_allowed() -> None:
     crowded = Event()
 
     def answer(asked: Asked, server: Server) -> tuple[int, bytes]:
-        # Long enough for a third call to come, if one is made.
+        # Wait long enough for a third call to come, if one is made.
         if server.now > 2:
             crowded.set()
         crowded.wait(0.1)
@@ -202,7 +202,7 @@ def test_a_call_without_an_end_fails_its_group_at_the_deadline_and_holds_up_no_o
 
 
 async def judge(prompt: str, response: str, answer: str, *, first: float = 0.0) -> float:
-    """An async function of a user's, for tests."""
+    """A user's async function, for tests."""
     await asyncio.sleep(first if response == "1" else 0.0)
     return float(response)
 
@@ -216,7 +216,7 @@ def test_an_async_function_is_awaited_and_given_up_at_its_deadline() -> None:
 
 
 async def leaves(prompt: str, response: str, answer: str, *, how: type[BaseException]) -> float:
-    """Ends what calls it, but of "2"."""
+    """Raise what ends the caller, except for "2"."""
     if response != "2":
         raise how
     return 2.0
@@ -231,7 +231,7 @@ def test_a_function_that_ends_its_caller_fails_its_group_alone(how: type[BaseExc
 
 
 async def goes_on(prompt: str, response: str, answer: str) -> float:
-    """Of "1" never ends, whatever it is told."""
+    """Never end for "1", even when cancelled."""
     while response == "1":
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(3600.0)
@@ -246,7 +246,7 @@ def test_a_function_that_goes_on_when_it_is_cancelled_is_not_waited_for() -> Non
 
 
 async def holds_up(prompt: str, response: str, answer: str, *, until: Event) -> float:
-    """Of "1" waits without await."""
+    """Wait without await for "1"."""
     if response == "1":
         until.wait(PATIENCE_S)
     return float(response)

@@ -1,4 +1,4 @@
-"""Rewards, advantages, and what is made of them: curricula, buffers, measurements."""
+"""Rewards, advantages, and their use: curricula, buffers, measurements."""
 
 import json
 import math
@@ -72,7 +72,7 @@ def rollouts(texts: tuple[str, ...], answers: tuple[str, ...]) -> Rollouts:
     return replace(made, ordinals=(7,) * len(texts), prompts=("1+1=",) * len(texts), texts=texts, answers=answers)
 
 
-# Twelve thousand and six hundred.
+# Ways to write twelve thousand and six hundred.
 THOUSANDS = ("12 600", "12\u00a0600", "12\u202f600", "12'600", r"12\,600", r"12\ 600", "12~600", "12{,}600")
 RIGHT = [
     ("933", "933"),
@@ -165,7 +165,7 @@ WRONG = [
     ("9 33", "933"),
     *((text.format(number), "600") for text in ("It is {}.", r"\boxed{{{}}}") for number in THOUSANDS),
     (r"\boxed{5 \quad 600}", "5600"),
-    # Two readings.
+    # Texts with two readings.
     *(
         (text, answer)
         for text in (
@@ -295,7 +295,7 @@ def test_equal_numbers_are_right_however_they_are_written(response: str, answer:
     ],
 )
 def test_no_response_takes_long_to_read(piece: str) -> None:
-    """Where it takes a time that grows with the square of the length, this does not end."""
+    """If the time grew with the square of the length, this would not end."""
     text = piece * 100_000
     assert math_answer("", text + " " * 100_000 + "x", "18") == 0.0
 
@@ -341,7 +341,7 @@ def test_gold_solutions_of_math_500_are_right_and_another_number_is_not() -> Non
     random = Random(0)
     for row in rows:
         places = [index for index, letter in enumerate(row["answer"]) if letter.isdigit()]
-        # The power of a unit is no part of the number.
+        # The power of a unit, as in inches^2, is no part of the number.
         if not places or "inches" in row["answer"]:
             continue
         place = random.choice(places)
@@ -397,7 +397,7 @@ def test_a_rule_that_raises_names_the_group_and_the_row(value: Callable[[int], A
     assert isinstance(caught.value.__cause__, (ZeroDivisionError, SystemExit) if "raised" in said else ValueError)
 
 
-# A group is worth learning from if its rewards differ; what is too long costs, up to one.
+# A group is worth learning from if its rewards differ; a response that is too long costs up to one.
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ GROUPS = torch.tensor([0, 0, 0, 1, 1])
 
 
 def normalized(values: Tensor) -> Tensor:
-    """REINFORCE++, with a baseline where these are advantages already."""
+    """Return REINFORCE++'s advantages. With a baseline, `values` are advantages already."""
     found: Tensor = batch_normalized.fn(Advantages(values)).values_N
     return found
 
@@ -604,7 +604,7 @@ def test_sub_groups_without_rollouts_or_with_too_few_names_are_refused() -> None
         group_advantage(MIXED, KINDS, by=two_names)
 
 
-# The curriculum takes the candidate of the kind whose rewards vary most, as far as it has seen.
+# The curriculum takes the candidate of the kind whose rewards have varied most so far.
 
 
 CANDIDATES = Candidates((7, 7, 7), ("111+222=", "199+1=", "508-99="), ("333", "200", "409"))
@@ -669,7 +669,7 @@ def test_each_group_has_candidates_of_its_own_that_depend_on_its_ordinal_alone()
         open_candidates(Context(data="arithmetic", options={"candidates": 0}))
 
 
-# A buffer of past groups: what is drawn and forgotten, what a learner is given, and that a checkpoint keeps it.
+# A buffer of past groups: what is drawn and forgotten, what a learner is given, and its checkpoints.
 
 
 CONTEXT = Context(node="replay", seed=3)
@@ -681,7 +681,7 @@ def memory(seed: int = 3) -> ReplayBuffer:
 
 
 def replay_batch(update: int) -> tuple[Rollouts, Advantages]:
-    """`BATCH` prompt groups of `SAMPLES`, the update in every μ; responses of later updates are longer."""
+    """Return `BATCH` prompt groups of `SAMPLES`, with the update as version; later updates have longer responses."""
     rows = BATCH * SAMPLES
     rollouts = random_rollouts([(2, 1 + (update + row) % 3 + update) for row in range(rows)], seed=update)
     ordinals = tuple(update * BATCH + row // SAMPLES for row in range(rows))
@@ -751,7 +751,7 @@ def test_a_full_buffer_forgets_the_oldest_groups() -> None:
 
 
 def test_each_update_draws_anew() -> None:
-    """By the seed. From a buffer that stays as it is, all groups come sooner or later: draws do not repeat."""
+    """Draws follow from the seed. From an unchanged buffer all groups come sooner or later: draws do not repeat."""
 
     def seeded(seed: int) -> list[list[int]]:
         return [groups(rollouts) for rollouts, _ in play(memory(seed), range(6), take=2)[1]]
@@ -860,7 +860,7 @@ def test_two_measurements_at_once_do_not_mix() -> None:
     assert not examiner.busy()
 
 
-# `@carried`: which values it takes, and that a checkpoint's JSON gives them back as they were.
+# `@carried`: the values that it takes, which a checkpoint's JSON gives back as they were.
 
 
 @carried
@@ -878,7 +878,7 @@ class Plain:
 @carried
 @dataclass(frozen=True)
 class Frozen:
-    table: ClassVar[object] = print  # what a class has is no field
+    table: ClassVar[object] = print  # a class attribute is no field
     mean: float = 0.5
 
 

@@ -135,7 +135,7 @@ OBJECTIVES: dict[str, tuple[Loss, Formula]] = {
 
 
 def proximal_of(learner: Rollouts) -> Logprobs:
-    """π_old as made-up numbers near μ: what matters is that the loss reads them."""
+    """Return made-up numbers near μ as π_old. It only matters that the loss reads them."""
     shift = torch.linspace(-0.3, 0.3, learner.logprobs_NT.numel()).reshape(learner.logprobs_NT.shape)
     return Logprobs(learner.logprobs_NT + shift)
 
@@ -163,7 +163,7 @@ def test_an_update_steps_along_its_formula_however_it_is_packed(name: str, avera
 @pytest.mark.parametrize("average", ["token_mean", "sequence_mean", "constant"])
 def test_parts_of_a_batch_are_one_step_on_all_of_it(rows: list[list[int]], average: str) -> None:
     options: dict[str, Any] = {"loss": partial(aipo, rho=RHO), "average": average, "weight": 0.5, "clip_norm": 0.1}
-    # Twice: what the first update has added up is not in the second one.
+    # Update twice: the sums of the first update must not be in the second.
     whole, ours, again = policy(max_tokens=7), policy(max_tokens=7), policy(max_tokens=7)
     for _ in range(2):
         _, needed = policy_update.fn(whole, *conversation(), **options)
@@ -375,7 +375,7 @@ def test_layers_that_are_computed_again_give_the_same_bits_and_keep_their_inputs
         found = [policy_update.fn(each, *batch(), loss=aipo, epochs=2, micro_tokens=12)[1] for each in (kept, again)]
         assert found[0] == found[1]
         assert equal(kept, again)
-    # Two layers: of each the input is kept, and of one that is computed again all that a layer keeps.
+    # Each of the two layers keeps only its input.
     packed = again.pack(batch()[0])[0]
     held = []
     for each in (kept, again):
@@ -393,7 +393,7 @@ def test_layers_that_are_computed_again_give_the_same_bits_and_keep_their_inputs
 
 @pytest.mark.parametrize("bucket", [0, 20_000, 1 << 30])
 def test_moments_that_lie_on_the_host_make_the_same_bits(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tensor at a time, a few, all at once."""
+    """A bucket has one tensor, a few, or all."""
     monkeypatch.setattr(trainable, "BUCKET_BYTES", bucket)
     for options in ({}, {"dtype": "bfloat16"}):
         device, host = policy(**options), policy(**options, optimizer_state="host")
@@ -411,7 +411,7 @@ def test_moments_that_lie_on_the_host_make_the_same_bits(bucket: int, monkeypatc
 
 
 def test_adamw_has_the_bits_of_torchs() -> None:
-    """Of parameters that have a gradient in some steps only, too."""
+    """Also for parameters that have a gradient only in some steps."""
     torch.manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(shape)) for shape in ((33, 7), (5,), (64, 129))]
     theirs = [torch.nn.Parameter(each.detach().clone()) for each in ours]
@@ -513,7 +513,7 @@ def test_the_figures_are_those_of_the_sampled_tokens() -> None:
 
 @pytest.mark.parametrize("ratio_log", [-800.0, 400.0])
 def test_ratios_whose_squares_no_float_holds_stop_no_update_and_have_no_sample_size(ratio_log: float) -> None:
-    """As of a policy that has left what it sampled for good."""
+    """For example, if a policy has moved far away from its samples."""
     learner = policy()
     rollouts, advantage = batch()
     rollouts = replace(rollouts, logprobs_NT=torch.zeros_like(rollouts.logprobs_NT) - ratio_log)
@@ -545,7 +545,7 @@ def test_a_loss_that_reads_no_mu_takes_rollouts_without_it() -> None:
 
 
 def my_loss(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
-    """What a user writes: here, learn only from what was better than its group."""
+    """A user's loss: learn only from responses that were better than their group."""
     return -sampled.advantages_P.clamp(min=0) * logprobs_P
 
 
@@ -661,7 +661,7 @@ def test_one_policy_is_not_taken_for_the_other() -> None:
     }
 
 
-# Learning rates that change: by hand, by schedule, and as another node has computed them.
+# Learning rates that change: by hand, by schedule, and by another node.
 
 
 UPDATES = 10
@@ -754,7 +754,7 @@ def test_sft_learns_the_demonstrations_and_ends_each_with_the_end_token() -> Non
 
 
 def test_demonstrations_as_rollouts_are_learnt_from_as_they_are() -> None:
-    """One step on their cross-entropy, by `sft_update` and by `policy_update`."""
+    """Compare one step on their cross-entropy by `sft_update` and by `policy_update`."""
     shown = Demonstrations(("1+1=", "20+3="), ("2", "23"))
     one, other = policy(), policy()
     _, figures = sft_update.fn(one, shown, lr=1e-3, warmup=0, weight_decay=0.0)
@@ -791,7 +791,7 @@ PAIRS = [(1, 0), (3, 4)]
 
 
 def dpo_batch() -> tuple[Rollouts, Logprobs]:
-    """Three prompts; an environment's token in the first response. The reference is someone else."""
+    """Return rollouts of three prompts, with an environment's token in the first response, and another reference."""
     rollouts = replace(random_rollouts(DPO_LENGTHS, unsampled=[(0, 1)]), ordinals=(4, 4, 4, 9, 9, 9, 7, 7))
     generator = torch.Generator().manual_seed(5)
     return rollouts, Logprobs(torch.randn(8, 4, generator=generator) * 0.3 - 2.7)
@@ -800,7 +800,7 @@ def dpo_batch() -> tuple[Rollouts, Logprobs]:
 @pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("micro_tokens", [1, 1000])
 def test_an_update_steps_along_equation_7(micro_tokens: int, silent: bool) -> None:
-    """`silent`: in the best response to the first prompt there is no token that the policy sampled."""
+    """`silent`: the policy sampled no token of the best response to the first prompt."""
     learner, twin, (rollouts, reference) = policy(), policy(), dpo_batch()
     if silent:
         rollouts.versions_NT[1] = -1
@@ -808,7 +808,7 @@ def test_an_update_steps_along_equation_7(micro_tokens: int, silent: bool) -> No
     _, figures = dpo_update.fn(learner, rollouts, REWARDS, reference, **options)
 
     def against_reference(row: int) -> torch.Tensor:
-        """log π / π_ref of the sampled tokens of a response."""
+        """Return log π / π_ref of the sampled tokens of a response."""
         prompt, length = DPO_LENGTHS[row]
         tokens = rollouts.tokens_NS[row, : prompt + length]
         logprobs = twin.model.logits(twin.model(tokens[None, :-1]))[0].log_softmax(-1)
@@ -830,7 +830,7 @@ def test_without_a_preference_no_weight_moves_and_the_version_goes_on() -> None:
     before = {name: w.clone() for name, w in learner.weights().items()}
     _, figures = dpo_update.fn(learner, rollouts, Rewards(torch.ones(8)), reference)
     assert (figures["pairs"], figures["grad_norm"], learner.version) == (0.0, 0.0, 1)
-    assert not figures.keys() & {"loss", "margin", "preferred"}  # they are of pairs
+    assert not figures.keys() & {"loss", "margin", "preferred"}  # figures of pairs
     assert all(torch.equal(w, before[name]) for name, w in learner.weights().items())
 
 

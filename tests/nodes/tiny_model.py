@@ -43,7 +43,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def export(value: Carried, folder: Path | str) -> None:
-    """All that a carried value writes for other tools, at once."""
+    """Export a carried value for other tools, and write all of it at once."""
     later = value.export(str(folder))
     if later is not None:
         later()

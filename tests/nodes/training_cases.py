@@ -1,4 +1,4 @@
-"""What each rank does of how a step is computed: recomputed layers, gradients reduced once, moments on the host."""
+"""The work of each rank in tests of how a step is computed: recomputed layers, one reduction, moments on the host."""
 
 from collections import Counter
 from pathlib import Path
@@ -15,7 +15,7 @@ from .updating import batch, conversation, equal, in_parts
 
 
 def recomputed(rank: int, folder: Path, mesh: str) -> None:
-    """Layers that are computed again: the bits of those that are kept."""
+    """Recomputed layers have the bits of kept ones."""
     kept, again = policy(mesh, rank), policy(mesh, rank, recompute="layer")
     for _ in range(2):
         figures = [policy_update.fn(each, *batch(), **OPTIONS)[1] for each in (kept, again)]
@@ -24,8 +24,8 @@ def recomputed(rank: int, folder: Path, mesh: str) -> None:
 
 
 def on_the_host(rank: int, folder: Path, mesh: str) -> None:
-    """Moments on the host, a few tensors at a time: the bits of those on the device. A state goes on with its moments
-    in the other place."""
+    """Moments on the host, a few tensors at a time, have the bits of those on the device. A state goes on with its
+    moments in the other place."""
     trainable.BUCKET_BYTES = 20_000
     places = ("device", "host")
     for options in ({}, {"dtype": "bfloat16"}):
@@ -40,8 +40,8 @@ def on_the_host(rank: int, folder: Path, mesh: str) -> None:
 
 
 def reduced_once(rank: int, folder: Path, mesh: str) -> None:
-    """Gradients that are summed over micro-batches first, then over ranks: one rank's, within rounding; and twice the
-    same, to the bit. What a step that failed has added up is forgotten."""
+    """Gradients that are summed over micro-batches first, then over ranks, are one rank's within rounding, and
+    repeatable to the bit. The sums of a failed step are forgotten."""
     first, second, one = policy(mesh, rank, zero=1), policy(mesh, rank, zero=1), policy()
     calls = []
 
@@ -51,7 +51,7 @@ def reduced_once(rank: int, folder: Path, mesh: str) -> None:
             raise ArithmeticError
         return -logprobs_P
 
-    if "pp" not in mesh:  # where one stage alone has the loss
+    if "pp" not in mesh:  # with "pp", only one stage has the loss
         with pytest.raises(ArithmeticError):
             policy_update.fn(first, *batch(), loss=failing, micro_tokens=1)
     for _ in range(2):
@@ -65,9 +65,9 @@ def reduced_once(rank: int, folder: Path, mesh: str) -> None:
 
 
 def accumulated(rank: int, folder: Path, mesh: str) -> None:
-    """A batch in parts, of which one has nothing to learn from: one rank's step on all of it, within rounding; and
-    twice the same, to the bit."""
-    # The response of row 1 has no sampled token; the last part is it alone, and at another update a micro-batch.
+    """A batch in parts, one of them without a sampled token, gives one rank's step on all of it within rounding, and is
+    repeatable to the bit."""
+    # The response of row 1 has no sampled token. It is the last part of the first update, and the first of the second.
     cases: list[dict[str, Any]] = [{"zero": 3}, {"zero": 1}, {"zero": 1, "lora": 4}]
     for options in cases:
         first, second, one = policy(mesh, rank, **options), policy(mesh, rank, **options), policy(**options)
@@ -78,7 +78,7 @@ def accumulated(rank: int, folder: Path, mesh: str) -> None:
             assert_same_everywhere(ours)
         assert equal(first, second)
         assert_whole(first, one)
-        # Adapters go on with the base that they are of.
+        # Adapters go on only with their own base, so with the same seed.
         goes_on(first, policy(mesh, rank, **{**options, "seed": 1 if "lora" in options else 2}))
     half = [policy(mesh, rank, zero=zero, dtype="bfloat16") for zero in (1, 1)]
     assert in_parts(half[0], *batch(), [[0, 1], [2, 3, 4]], **OPTIONS) == in_parts(
@@ -88,7 +88,7 @@ def accumulated(rank: int, folder: Path, mesh: str) -> None:
 
 
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what is gathered and reduced."""
+    """Counts collectives by name."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -101,14 +101,14 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def counted(rank: int, folder: Path, mesh: str) -> None:
-    """How often a step gathers weights and reduces gradients: for each micro-batch, or once."""
+    """A step gathers weights and reduces gradients for each micro-batch, or once."""
     found = []
     for zero in (3, 1):
         learner = policy(mesh, rank, zero=zero)
         with Collectives() as mode:
             policy_update.fn(learner, *batch(), **OPTIONS)
         found.append(mode.counts)
-    # In parts, gradients are reduced with the last one alone.
+    # In parts, gradients are reduced only with the last part.
     with Collectives() as mode:
         in_parts(learner, *batch(), [[0, 1], [2], [3, 4]], **OPTIONS)
     found.append(mode.counts)
@@ -117,6 +117,6 @@ def counted(rank: int, folder: Path, mesh: str) -> None:
     assert rounds > 1
     reduced, gathered = ([counts[name] for counts in found] for name in ("_reduce_scatter_base_", "_allgather_base_"))
     assert reduced == [rounds * (layers + ends), layers + ends, layers + ends]
-    # A layer is gathered for the forward and the backward pass of each; the backward pass of the others follows at once
-    # or needs no weights.
+    # Each micro-batch gathers a layer for its forward and its backward pass, and the others once: their backward pass
+    # follows at once or needs no weights.
     assert gathered == [rounds * (2 * layers + ends), layers + ends, 3 * (layers + ends)]

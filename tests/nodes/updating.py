@@ -1,4 +1,4 @@
-"""A tiny policy, a batch of random responses, and the same gradients by hand: what tests of updates share."""
+"""Helpers of the tests of updates: a tiny policy, a batch of random responses, and the same gradients by hand."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,14 +26,15 @@ def policy(**changes: object) -> LanguagePolicy:
 
 
 def batch(versions: int = 0) -> tuple[Rollouts, Advantages]:
-    """Five responses of random tokens; μ is near the new model's log π, so that some ratios are far from 1."""
+    """Return five responses of random tokens; μ is near the new model's log π, so that some ratios are far from 1."""
     rollouts = random_rollouts()
     within = torch.arange(4) < rollouts.response_lengths_N[:, None]
     return replace(rollouts, versions_NT=versions * within), Advantages(torch.tensor([1.0, -0.5, 0.25, -2.0, 1.5]))
 
 
 def conversation() -> tuple[Rollouts, Advantages]:
-    """The same, but an environment wrote the second and third token of the third response, and all of the second."""
+    """Return `batch()` with an environment's tokens: the second and third of the third response, and all of the second
+    response."""
     rollouts, advantage = batch()
     versions_NT = rollouts.versions_NT.clone()
     versions_NT[2, 1:3] = versions_NT[1] = -1
@@ -43,7 +44,7 @@ def conversation() -> tuple[Rollouts, Advantages]:
 def in_parts(
     learner: LanguagePolicy, rollouts: Rollouts, advantage: Advantages, rows: Sequence[Sequence[int]], **options: Any
 ) -> Metrics:
-    """One update that takes these rows in parts. Its metrics, after parts that have none and change no weight."""
+    """Update on these rows in parts, and return the metrics. Parts before the last give none and change no weight."""
     before = {name: tensor.clone() for name, tensor in learner.state()[0].items()}
     for number, own in enumerate(rows):
         part = BatchPart(number, len(rows))
@@ -58,7 +59,7 @@ def in_parts(
 
 
 def unpacked(learner: LanguagePolicy, rollouts: Rollouts) -> list[Tensor]:
-    """log π of each response, one sequence at a time, without any padding."""
+    """Return log π of each response, one sequence at a time, without any padding."""
     found = []
     for row, (prompt, response) in enumerate(LENGTHS):
         tokens = rollouts.tokens_NS[row, : prompt + response]
@@ -81,6 +82,6 @@ def assert_same(given: dict[str, Tensor], needed: dict[str, Tensor]) -> None:
 
 
 def equal(a: LanguagePolicy, b: LanguagePolicy) -> bool:
-    """Are weights and moments the same bits?"""
+    """True if weights and moments have the same bits."""
     ours, theirs = a.state()[0], b.state()[0]
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
