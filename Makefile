@@ -2,12 +2,12 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Three tests at a time on two cores, since most of them wait for processes half of the time, slow ones more; in the order of
-# tests/conftest.py. OpenMP's threads sleep while they wait for each other: spinning, they would take the core that
+# Three tests at a time on two cores: most tests wait for processes half of the time, slow ones more. The order is that
+# of tests/conftest.py. OpenMP's threads sleep while they wait for each other: if they spun, they would take a core that
 # another test needs.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --numprocesses 3 --no-loadscope-reorder --durations 20 --durations-min 10
 
-# Thousands of processes import the same modules in these tests: none of them may have to compile what another one has.
+# Thousands of processes import the same modules in these tests. With bytecode files, only one compiles each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test slow vllm lint docs format clean

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Make .venv and install what is named ('.' or '.[dev]') into it.
+# Make .venv and install WHAT ('.' or '.[dev]') into it.
 #
-# PyTorch comes from its CPU wheel index where there is no NVIDIA driver and that index answers within 5 s: an ordinary
+# PyTorch comes from its CPU wheel index if there is no NVIDIA driver and that index answers within 5 s: an ordinary
 # install would bring gigabytes of CUDA. TORCH_INDEX overrides the choice; TORCH_INDEX= (empty) takes the ordinary index.
 set -eu
 
