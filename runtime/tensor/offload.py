@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from penstock.runtime.tensor.buffers import aligned, held_bytes, in_background, shards_of, touched
 from penstock.runtime.tensor.codec import NAMES
 from penstock.runtime.tensor.layout import Layout
+from penstock.runtime.tensor.streams import SideStream, current_stream, fence, on_stream
 
 # The bytes of a block of host memory. Torch takes pinned memory by powers of two: for all of tens of gigabytes at once
 # that may be nearly twice as much, for blocks of nearly this size it is little more.
@@ -93,7 +94,7 @@ class Offload:
         return f"{self.name}: {len(self._tensors)} tensors, {self.nbytes} bytes, to the {target}"
 
     def _begin(self) -> None:
-        callers = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        callers = current_stream(self._device)
         over = self._over = threading.Event()
 
         def end(result: Exception | None) -> None:
@@ -107,25 +108,22 @@ class Offload:
 
         in_background(f"move {self.name}", partial(self._move, callers), end)
 
-    def _move(self, callers: torch.cuda.Stream | None) -> None:
+    def _move(self, callers: Any) -> None:
         """Copy all tensors to the other side, and use them there."""
         leaving = self.where == "device"
-        with torch.cuda.stream(callers):  # the new memory belongs to the caller's stream
+        with on_stream(callers, self._device):  # the new memory belongs to the caller's stream
             target = (
                 self._room()
                 if leaving
                 else {n: torch.empty_like(t, device=self._device) for n, t in self._tensors.items()}
             )
-        # In parallel with later computation, but after the work queued on the caller's stream.
-        aside: torch.cuda.Stream | None = None
-        if callers is not None:
-            aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            aside.wait_stream(callers)
-        with torch.cuda.stream(aside):
+            # After the allocation: what has this memory until then may still be queued on that stream.
+            free = fence(self._device)
+        # In parallel with later computation.
+        with SideStream(self._device).apart(free):
             for name, tensor in self._tensors.items():
                 target[name].copy_(tensor.detach(), non_blocking=True)
-        if aside is not None:
-            aside.synchronize()
+            fence(self._device).synchronize()
         for name, tensor in self._tensors.items():
             # Keep the tensor object: optimizers and modules hold references to it.
             tensor.data = target[name]

@@ -15,6 +15,7 @@ from penstock.runtime.tensor.broadcast_chain import ChainForwarder, ChainHop
 from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.digest import Checksums
 from penstock.runtime.tensor.layout import Copy
+from penstock.runtime.tensor.offload import Offload
 from penstock.runtime.tensor.quantise import Restorer
 from penstock.runtime.tensor.weight_sync import LocalTransport, WeightPublisher, WeightReceiver
 from tests.runtime.control.sockets import until
@@ -39,9 +40,13 @@ class FakeEvent:
     def record(self, stream: FakeStream) -> None:
         self.before = frozenset(stream.before)
 
+    def synchronize(self) -> None:
+        pass
+
 
 class Card:
-    """Streams as a device module provides them. Each thread starts on the common stream `main`."""
+    """Streams as a device module provides them. Each thread starts on the common stream `main` and the first GPU. It
+    must name its own GPU before it changes streams, else torch would use the first one, too."""
 
     Stream, Event = FakeStream, FakeEvent
 
@@ -55,7 +60,16 @@ class Card:
         return found
 
     @contextmanager
+    def on_device(self, device: torch.device) -> Iterator[None]:
+        before, self._here.device = getattr(self._here, "device", None), device
+        try:
+            yield
+        finally:
+            self._here.device = before
+
+    @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
+        assert self._here.device is not None
         before, self._here.stream = self.current_stream(), stream
         try:
             yield
@@ -73,6 +87,7 @@ class Card:
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     made = Card()
     monkeypatch.setattr(streams, "streams_of", lambda device: made)
+    monkeypatch.setattr(streams, "on_device", made.on_device)
     return made
 
 
@@ -179,6 +194,35 @@ def test_a_message_is_passed_on_after_it_is_in_its_place(card: Card) -> None:
     assert "unpack" in card.after["pass on"]
     assert card.on["pass on"] is not card.main
     assert tensors.keys() == publisher.layout.by_name.keys()
+
+
+def test_state_moves_after_what_uses_its_memory_on_a_stream_of_its_own(card: Card, monkeypatch: Any) -> None:
+    class State(Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is Tensor.detach:
+                card.work("move")
+            return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    offload, empty_like = Offload("trainer/0"), torch.empty_like
+
+    def allocated(*given: Any, **named: Any) -> Tensor:
+        # Memory may be new to one thread while the work of another one that has freed it is still queued.
+        card.work("decode")
+        return empty_like(*given, **named)
+
+    card.work("update")
+    offload.leave({"exp_avg": torch.ones(5).as_subclass(State)})
+    offload.fence()
+    assert "update" in card.after["move"]
+    assert card.on["move"] is not card.main
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", allocated)
+        offload.come_back()
+        offload.fence()
+    assert card.on["decode"] is card.main
+    assert "decode" in card.after["move"]
+    assert card.on["move"] is not card.main
 
 
 def test_on_a_cpu_streams_are_torchs_own_that_do_nothing() -> None:
