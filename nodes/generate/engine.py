@@ -72,6 +72,8 @@ class Engine(GroupStream):
             check_precision(spec, self.precision, ranks.size(TENSOR))
             require_products(self.precision, context.device)
             model.quantise(self.precision)
+        # Weights arrive in memory of their own, twice (`DoubleBuffer`): there may be no room for a third time.
+        model.await_weights()
         if context.invariant:
             model.be_invariant()
         # A model without experts has nothing to record.

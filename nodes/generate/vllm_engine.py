@@ -110,6 +110,7 @@ class VllmModel:
         self.compared, self.apart = 0, 0.0
         ranks = Ranks.of(context)
         self.reference = open_part(spec, context, ranks)
+        self.reference.await_weights()
         self.copied = 0
         self.limit = context.mismatch_limit or MOST_MISMATCH[dtype]
         self.sinks: dict[str, Callable[[Any], None]] = {}

@@ -122,6 +122,11 @@ class Decoder(nn.Module):
         named = {name.replace(".row_scales", ".weight.scale"): p for name, p in self.named_parameters()}
         return named if self.lora is None else {name: p for name, p in named.items() if is_adapter(name)}
 
+    def await_weights(self) -> None:
+        """Free the memory of `own_parameters`: until others arrive (`point_at`), they only have their shapes."""
+        for parameter in self.own_parameters().values():
+            parameter.data = parameter.new_empty(()).expand(parameter.shape)
+
     def forward(
         self,
         tokens_BS: Tensor,

@@ -212,6 +212,7 @@ def test_fp8_decodes_by_the_same_path(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("penstock.nodes.generate.engine.require_products", lambda *_: None)
     weights, _ = sent(make_policy(replace(context, node="policy")), "fp8")
     engine: Engine = make_engine(reading(context, "fp8"), samples=3)
+    assert sum(parameter.untyped_storage().nbytes() for parameter in engine.model.parameters()) < 4096
     found = run(engine, range(4), weights)
     assert {p.dtype for name, p in engine.model.named_parameters() if "_proj.weight" in name} == {torch.float8_e4m3fn}
     assert all(0 < mismatch(model(1, config=config), rollouts) < 0.5 for rollouts, _ in found.values())

@@ -416,6 +416,8 @@ def test_an_update_computes_the_bits_that_mismatch_has_measured(context: Context
 def test_the_node_called_directly_gives_what_the_stream_gives(context: Context) -> None:
     """Also for several prompts at once. Its outputs can be trained on, and it uses weights without a copy."""
     engine, behaviour = make_engine(context, samples=3), weights()
+    # Until weights arrive the engine has no memory for any: on a GPU there may be room for those that arrive only.
+    assert sum(parameter.untyped_storage().nbytes() for parameter in engine.model.parameters()) < 4096
     both = Prompts.concat([prompts(0), prompts(1)])
     _, rollouts, metrics = generate.fn(engine, both, behaviour, samples=3)
     apart = run(make_engine(context, samples=3), [0, 1], weights())
