@@ -81,7 +81,7 @@ MODULES = {module(path): path for path in product()}
 
 
 def imported(path: Path, top: bool = False) -> Iterator[str]:
-    """Yield our modules that a file imports; with `top`, only those that it imports while it is imported itself."""
+    """Yield our modules that a file imports; with `top`, only those of imports at module level."""
     tree = ast.parse(path.read_text())
     for node in tree.body if top else ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("penstock"):

@@ -392,7 +392,7 @@ def test_what_readers_and_makers_write_into_a_value_is_seen_by_nobody_else(tmp_p
     assert_equal_bits(final_state(clean, 2), final_state(written, 2))
 
 
-# Figures, those that are no numbers, and failures ---------------------------------------------------------------
+# Figures, also NaN and infinite ones, and failures --------------------------------------------------------------
 
 
 @PROCESSES
