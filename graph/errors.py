@@ -42,11 +42,12 @@ def fault(code: str, what: str, given: str, needed: str, where: str | None = Non
     return GraphError(Fault(code, what, given, needed, caller() if where is None else where))
 
 
-_LIBRARY = (f"{__package__}.", "penstock.nodes.")
+_LIBRARY = (f"{__package__}.", "penstock.nodes.", "torch.", "numpy.")
 
 
 def caller() -> str:
-    """ "file:line" of the program that is being traced: the innermost frame outside this package and the nodes."""
+    """ "file:line" of the program that is being traced: the innermost frame outside this package, the nodes, and the
+    libraries that refuse its values."""
     frame = sys._getframe(1)
     # Helpers in `penstock.nodes` call nodes, too, but the user needs the line in their own file.
     while frame.f_globals.get("__name__", "").startswith(_LIBRARY) and frame.f_back is not None:

@@ -41,6 +41,19 @@ class Handle:
             raise AttributeError(name)
         _refuse(self, f"its attribute {name!r}")
 
+    def __format__(self, form: str) -> str:
+        return _refuse(self, f"its format {form!r}") if form else str(self)
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse(self, "a function of NumPy with it")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        # Arguments may be lists of values, as those of torch.stack.
+        given = [each for one in (*args, *(kwargs or {}).values()) for each in (one if type(one) is list else [one])]
+        handle = next(each for each in given if isinstance(each, cls))
+        _refuse(handle, f"a function of PyTorch with it ({getattr(function, '__name__', function)})")
+
 
 def _refuse(handle: Handle, use: str) -> NoReturn:
     what = f"{handle!r} has no number or content while the program is traced"

@@ -341,6 +341,11 @@ def test_expressions_with_handles_say_to_make_a_node() -> None:
         lambda x: x(1),
         lambda x: 1 in x,
         lambda x: x.lengths(),
+        lambda x: f"{x:.3f}",
+        lambda x: torch.clamp(x, max=1.0),
+        lambda x: torch.stack([x, x]),
+        lambda x: torch.nn.functional.relu(input=x),
+        lambda x: np.clip(x, 0, 1),
     )
     for use in uses:
         failing(lambda model, answers: use(answers), "value-while-tracing", "the program's value answers")  # noqa: B023
@@ -352,6 +357,15 @@ def test_one_output_is_not_unpacked() -> None:
         return learn(model, first)
 
     failing(body, "value-while-tracing", "an expression with it (iter)", mark="unpacked")
+
+
+def test_a_library_that_is_given_a_value_is_passed_over_for_the_line_that_gave_it() -> None:
+    rectify: Any = torch.nn.functional.relu
+
+    def body(model: Any, answers: Any) -> Any:
+        return learn(model, rectify(judge(answers)))  # rectified
+
+    failing(body, "value-while-tracing", "a function of PyTorch with it (relu)", mark="rectified")
 
 
 def test_inputs_are_checked_at_the_call() -> None:
