@@ -606,6 +606,23 @@ def uneven(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> FakePol
     return fake_update(policy, rollouts, rewards)
 
 
+def two_rows(rollouts: Rollouts, rewards: Rewards) -> bool:
+    return len(rollouts) >= 2
+
+
+@program
+def examined(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    rollouts = first_rows(fake_generate(prompts, broadcast(policy), samples=4))
+    whole(*keep(rollouts, score_each(rollouts), when=two_rows))
+    return policy
+
+
+@program(evaluation=examined)
+def trained_and_examined(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> FakePolicy:
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag))
+    return fake_update(policy, rollouts, fake_score(rollouts))
+
+
 # Figures that are no numbers -----------------------------------------------------------------------------------
 
 

@@ -411,6 +411,28 @@ def test_means_over_rows_are_of_all_rows_of_an_update_however_many_each_group_ha
             assert "none" not in row
 
 
+@PROCESSES
+def test_all_metrics_of_an_evaluation_are_kept_those_of_its_groups_averaged_over_rows(
+    tmp_path: Path, processes: bool
+) -> None:
+    flags = replace(TOY, eval_groups=5, checkpoint_every=1)
+    whole, stopped = (
+        make_run(tmp_path / name, FILE + "trained_and_examined", {"lag": 0}, flags, evaluate=True)
+        for name in ("a", "b")
+    )
+    found = summary(run_to_end(whole) if processes else run_here(whole))["evaluated"]
+    assert found.keys() == {"before", "after"}
+    for figures in found.values():
+        # Each group with two or three rows; those with none or one are dropped, and count nowhere.
+        assert figures["sums"] == pytest.approx(figures["batch_sums"])
+        assert figures["reward_mean"] == pytest.approx(figures["batch_reward"])
+        assert figures["groups_seen"] == 1.0
+    assert found["before"] != found["after"]
+    stop_after(stopped, 2)
+    assert summary(stopped)["evaluated"] == {"before": found["before"]}
+    assert summary(run_here(stopped))["evaluated"] == found
+
+
 def test_a_report_has_the_lag_of_each_group_also_of_those_that_a_checkpoint_had(tmp_path: Path) -> None:
     stopped = prepared(tmp_path, "uneven", replace(TOY, checkpoint_every=1), lag=3)
     stop_after(stopped, 2)

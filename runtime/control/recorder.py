@@ -14,8 +14,8 @@ from math import inf
 from typing import Any
 
 from penstock.graph.errors import nearest
-from penstock.graph.ir import Firing
-from penstock.graph.types import Mean, NodeWarning
+from penstock.graph.ir import Firing, label_of
+from penstock.graph.types import Mean, Metrics, NodeWarning
 from penstock.runtime.control.messages import Result, record_bytes
 from penstock.runtime.control.run_config import EVALUATION, RunConfig
 from penstock.runtime.record.checkpoints import (
@@ -30,11 +30,13 @@ from penstock.runtime.record.checkpoints import (
 from penstock.runtime.record.event_log import LogWriter
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import (
+    GENERATED,
     LOST,
     NO_NUMBERS,
     MetricsFile,
     Row,
     Rows,
+    combine,
     is_figure,
     keep_rows,
 )
@@ -168,7 +170,11 @@ class RunRecorder:
             goes_on = "time_s goes on from the last of these, and the next row has what was dropped, failed and retried"
             self.warn(f"{given}: {goes_on} since then")
         self.kept = tuple(one.written for one in all_checkpoints(folder))
-        self._evaluated: dict[str, dict[str, float]] = {}  # by node
+        # What the nodes of the evaluation that is under way have reported, and the groups that its update has taken.
+        self._examined: dict[Firing, Metrics] = {}
+        self._examined_groups: set[int] = set()
+        # By "before" and "after" training, the metrics of a whole evaluation.
+        self.evaluated: dict[str, dict[str, float | None]] = {**(cut.figures.get("evaluated", {}) if cut else {})}
         # Replicas that were lost or joined, in earlier lives, too.
         self.replicas: list[dict[str, Any]] = [*(cut.figures.get("replicas", ()) if cut else ())]
 
@@ -196,6 +202,8 @@ class RunRecorder:
                     self.doing[replica] = firing
                     if firing.node in self.rows.nodes:
                         self.rows.batch(firing.index, groups)
+                    elif self.clocks.get(firing.node) == "update" and firing.node.startswith(EVALUATION):
+                        self._examined_groups.update(groups)
                 case Publish(channel, version, replica):
                     self.doing[replica] = Firing(channel, version)
                 case Send(channel, _, _, replica):
@@ -250,12 +258,11 @@ class RunRecorder:
         clock = self.clocks.get(firing.node)
         if clock is None:  # a source
             return
+        means = {name: Mean(metrics[name], count) for name, count in result.counts.items() if name in metrics}
         if firing.node.startswith(EVALUATION):
-            if clock == "update" and metrics:
-                self._evaluated[firing.node] = metrics
+            self._examined[firing] = metrics | means
         elif clock == "group":
             if metrics:
-                means = {name: Mean(metrics[name], count) for name, count in result.counts.items() if name in metrics}
                 self.rows.group(firing, metrics | means)
             if result.sample:
                 self.samples.tell(firing.index, firing.node, result.sample)
@@ -302,7 +309,8 @@ class RunRecorder:
         # Take these now: while the checkpoint is written, later updates change metrics and samples.
         cut = json.loads(state)
         samples, replicas = self.samples.to_json(cut), [*self.replicas]
-        self._cut_figures = {**self.rows.to_json(cut), "samples": samples, "replicas": replicas}
+        beside = {"samples": samples, "replicas": replicas, "evaluated": {**self.evaluated}}
+        self._cut_figures = {**self.rows.to_json(cut), **beside}
         return self._cut
 
     def commit(self, commit: Commit) -> None:
@@ -331,18 +339,34 @@ class RunRecorder:
         self.note(text, level="info")
 
     def close_stage(self, name: str) -> None:
-        """A stage has ended by itself: note its accuracy, if it was an evaluation."""
+        """A stage has ended by itself: note its metrics, if it was an evaluation."""
         if name in ("before", "after"):
-            # Of several nodes with an accuracy, the first in the program counts.
-            told = (self._evaluated.get(node, {}) for node in self.clocks)
-            figures = [metrics["accuracy"] for metrics in told if "accuracy" in metrics]
-            known = figures and is_figure(figures[0])
-            self.accuracy[name] = round(figures[0], 6) if known else None
-            self._evaluated.clear()
+            figures = self._examination()
+            self.evaluated[name] = {each: value if is_figure(value) else None for each, value in figures.items()}
+            accuracy = self.evaluated[name].get("accuracy")
+            self.accuracy[name] = None if accuracy is None else round(accuracy, 6)
             self.say({"kind": "accuracy", "stage": name, "accuracy": self.accuracy[name]})
-            if figures and not known:
-                self.not_finite[f"accuracy_{name}"] = {"value": str(figures[0])}
-                self.note(f"the accuracy {name} training is {figures[0]}, not a number")
+            if accuracy is None and "accuracy" in figures:
+                self.not_finite[f"accuracy_{name}"] = {"value": str(figures["accuracy"])}
+                self.note(f"the accuracy {name} training is {figures['accuracy']}, not a number")
+
+    def _examination(self) -> Metrics:
+        """The metrics of the evaluation that has ended. Of several nodes with the same one, it is that of the first in
+        the program; the others have it with their name before it, as in rows."""
+        by_node: dict[str, list[Metrics]] = {node: [] for node in self.clocks}
+        # Sorted: sums of floats must not depend on the order in which firings ended.
+        for firing in sorted(self._examined):
+            if self.clocks[firing.node] == "update" or firing.index in self._examined_groups:
+                by_node[firing.node].append(self._examined[firing])
+        self._examined.clear()
+        self._examined_groups.clear()
+        found: Metrics = {}
+        for node, parts in by_node.items():
+            own = combine(parts)
+            own.pop(GENERATED, None)
+            label = label_of(node.removeprefix(EVALUATION))
+            found |= {f"{label}.{name}" if name in found else name: value for name, value in own.items()}
+        return found
 
     def tick(self, now: float) -> None:
         """Call it regularly: it writes buffered data, and sends the status of a quiet run. Raises RecordError when the
@@ -367,6 +391,7 @@ class RunRecorder:
             "status": status,
             "accuracy_before": self.accuracy.get("before"),
             "accuracy_after": self.accuracy.get("after"),
+            **({"evaluated": self.evaluated} if self.evaluated else {}),
             "updates": self.updates,
             "groups": self.consumed,
             # The ledger may not yet count the groups of the last row.

@@ -192,8 +192,10 @@ class Follower:
             summary = self.folder.read_json("summary.json", Summary)
         except RecordError:  # the command was killed
             summary = {"status": "failed"}
-        names = ("accuracy_before", "accuracy_after")
-        figures = {name: float(summary[name]) for name in names if summary.get(name) is not None}
+        stages = {"before": {}, "after": {}, **summary.get("evaluated", {})}
+        accuracies = {f"accuracy_{stage}": summary.get(f"accuracy_{stage}") for stage in stages}
+        others = {f"{name}_{stage}": value for stage, found in stages.items() for name, value in found.items()}
+        figures = {name: float(value) for name, value in {**others, **accuracies}.items() if value is not None}
         self.tracker.close(summary["status"], max(self.logged, 0), figures, report)
 
 

@@ -68,6 +68,8 @@ class Summary(TypedDict):
     """share of held-out problems solved before the first update, 0 to 1; null if not measured"""
     accuracy_after: NotRequired[Number]
     """the same after the last update"""
+    evaluated: NotRequired[dict[str, dict[str, Number]]]
+    """all metrics of the evaluation `before` and `after`, as columns of rows"""
     reward_mean: NotRequired[Number]
     """that of the last row of `metrics.jsonl`"""
     updates: NotRequired[Count]

@@ -72,6 +72,7 @@ class Life:
 
     def end(self, updates: int, status: str = "done") -> dict[str, Any]:
         summary = {"status": status, "accuracy_before": 0.25, "accuracy_after": 0.75, "updates": updates}
+        summary["evaluated"] = {"after": {"accuracy": 0.7500001, "right_in_4": 0.5, "none": None}}
         self.folder.write_json("summary.json", summary)
         report = self.folder.path / "report.html"
         report.write_text(f"<html>{updates}</html>")
@@ -140,6 +141,7 @@ def in_tensorboard(life: Life) -> Stored:
     text = events.Tensors("config")[0].tensor_proto.string_val[0].decode()
     config = json.loads(text.removeprefix("```json\n").removesuffix("\n```"))
     figures = {name: events.Scalars(name)[-1].value for name in ("accuracy_before", "accuracy_after")}
+    assert events.Scalars("right_in_4_after")[-1].value == 0.5
     assert [e.value for e in events.Scalars("pools/trainer/busy")] == [0.25 for _ in events.Scalars("loss")]
     return [(e.step, e.value) for e in events.Scalars("loss")], config, figures, None
 
