@@ -198,7 +198,8 @@ def _place(word: str) -> tuple[str, list[int]]:
     numbers: list[int] = []
     for part in said.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)
-        if not (pool and equals and match):
+        own = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
+        if not (pool and equals and own):
             raise CommandError(f"--place: given {word!r}, needed POOL=NUMBERS, such as generator=1-3,5")
-        numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
+        numbers += own
     return pool, numbers

@@ -203,9 +203,9 @@ def given_durations(
     means: dict[str, float] = {}
     for word in words:
         name, rest = named_node("--duration", word, names, "none")
-        seconds, _, spread = rest.partition("~")
+        seconds, tilde, spread = rest.partition("~")
         try:
-            mean, sigma = float(seconds), float(spread or 0.0)
+            mean, sigma = float(seconds), float(spread) if tilde else 0.0
         except ValueError:
             mean, sigma = -1.0, 0.0
         if not (min(mean, sigma) >= 0 and max(mean, sigma) < inf):

@@ -396,7 +396,7 @@ def _hosts_of_spec(given: str, part: str, first: int) -> list[Host]:
     match = _PART.fullmatch(part)
     if match is None:
         needed = f"hosts x GPUs x kind such as 32x8xH100, several joined by '+', a TOML file, or {THIS!r}"
-        raise ClusterError(f"--cluster {given}: given {part!r}, needed {needed}")
+        raise ClusterError(f"--cluster {given}: given {part or given!r}, needed {needed}")
     count, gpus, kind = int(match[1]), int(match[2]), match[3]
     if not (count and gpus):
         raise ClusterError(f"--cluster {given}: given {count} hosts of {gpus} GPUs, needed at least 1 of each")

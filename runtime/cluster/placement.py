@@ -210,7 +210,8 @@ def _axes(word: str, text: str) -> Axes:
         if match is None or match[1] not in AXES or int(match[2]) < 1:
             known = ", ".join(f"{name} ({what})" for name, what in AXES.items())
             needed = f"axes with their sizes joined by 'x', such as fsdp2xtp2, or 1; axes: {known}"
-            raise ClusterError(f"--mesh {word}: given {part!r}, needed {needed}")
+            given = repr(part or text) if text else "no mesh"
+            raise ClusterError(f"--mesh {word}: given {given}, needed {needed}")
         axes.append((match[1], int(match[2])))
     # A dict keeps only one of two axes with the same name.
     if len(dict(axes)) < len(axes):

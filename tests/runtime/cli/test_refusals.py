@@ -108,6 +108,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         ("run toy --on agents", 2, "given no --agents N, needed how many agents will come"),
         (f"run toy {RANGE} --agents 2", 2, r"given 2 agents, needed 3 for --generators 2..8: .*\(--agents 3\)"),
         ("run toy --on agents --agents 1 --place generator=3", 2, "given 1 agent, needed 4 for --place generator=3"),
+        ("run toy --on agents --agents 2 --place trainer=1-0", 2, "given 'trainer=1-0', needed POOL=NUMBERS"),
         ("run toy --on agents --agents 2 --place generator=b", 2, "--place: given 'generator=b', needed POOL=NUMBERS"),
         ("resume . --on kubernetes --agents 2", 2, "holds no run"),
         ("run dapo --versions pinned --model new", 2, "--versions pinned: given the filter keep"),
@@ -157,7 +158,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         # simulate with given seconds
         ("simulate aipo", 2, "no duration of generate, score, .*; needed all, such as --duration g.*simulate --from"),
         ("simulate aipo --duration generat=1", 2, "needed one of generate, score"),
-        *((f"simulate aipo --duration generate={s}", 2, "needed seconds and sigma") for s in ("fast", "-1")),
+        *((f"simulate aipo --duration generate={s}", 2, "needed seconds and sigma") for s in ("fast", "-1", "1~")),
         *((f"simulate toy --{f} none/file", 2, rf"needed .* \(--{f} FILE\)$") for f in ("svg", "html", "trace")),
         ("simulate {L}:filtered --drop score=0.3", 2, "given 'score=0.3', needed one of keep before '='"),
         *((f"simulate {{L}}:filtered --drop keep={s}", 2, "a share from 0 to 1, such as") for s in ("1.5", "half")),

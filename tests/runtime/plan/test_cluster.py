@@ -189,6 +189,7 @@ def test_nvlink_ends_with_the_host_unless_more_gpus_are_joined_than_a_host_has(g
     [
         ("32x8xH10", "--cluster 32x8xH10: given GPUs of kind 'H10'; did you mean 'H100'?"),
         ("8xH100", "given '8xH100', needed hosts x GPUs x kind such as 32x8xH100"),
+        ("32x8xH100+", "given '32x8xH100+', needed hosts x GPUs x kind"),
         ("0x8xH100", "given 0 hosts of 8 GPUs, needed at least 1 of each"),
         ("9999999x8xH100", "given 79999992 GPUs in 9999999x8xH100, needed at most 100000"),
         ("none.toml", "none.toml: cannot be read: No such file"),
@@ -251,6 +252,9 @@ def test_a_mesh_is_read_as_it_is_spelled() -> None:
         (["fsdp2"], "given 'fsdp2', needed POOL=MESH"),
         (["trainer=fdsp2"], "--mesh trainer=fdsp2: given 'fdsp2', needed axes with their sizes"),
         (["trainer=fsdp0"], "given 'fsdp0', needed axes"),
+        (["trainer=xx2"], "given 'xx2', needed axes"),
+        (["trainer=dp2x"], "given 'dp2x', needed axes"),
+        (["trainer="], "given no mesh, needed axes"),
         (["trainer=fsdp2xfsdp2"], "given an axis twice"),
         (["trainer=tp2", "trainer=tp4"], "given trainer twice"),
         (["trainor=tp2"], "--mesh trainor=tp2: no such pool, needed one of: trainer, scorer"),
