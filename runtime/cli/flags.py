@@ -12,7 +12,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, fields
 from functools import partial
 from io import StringIO
-from itertools import pairwise
+from itertools import islice, takewhile
 from shutil import get_terminal_size
 from textwrap import wrap
 from types import MappingProxyType, NoneType, UnionType
@@ -109,35 +109,38 @@ def wrong_values(words: Sequence[str], hints: Mapping[str, Any], source: str = "
     Python does.
     """
     said = list[str]()
-    for word, following in pairwise([*words, "--"]):
+    for place, word in enumerate(words):
         flag, equals, value = word.partition("=")
         hint = hints.get(flag.removeprefix("--").replace("-", "_")) if flag.startswith("--") else None
-        needed, takes = _value_of(hint)
-        if not equals and re.match(r"--?[A-Za-z]|--$", following):
-            fault = "no value" * bool(needed)
-        else:
-            given = value if equals else following
-            fault = "" if takes(given) else repr(given)
-        if fault:
-            said.append(f"{source}{flag}: given {fault}, needed {needed}")
+        needed, takes, several = _values_of(hint)
+        # The words up to the next flag. A negative number is none.
+        behind = takewhile(lambda each: not re.match(r"--?[A-Za-z]|--$", each), words[place + 1 :])
+        given = [value] if equals else list(behind if several else islice(behind, 1))
+        wrong = [repr(each) for each in given if not takes(each)]
+        if needed and not several and not given:
+            wrong = ["no value"]
+        said += (f"{source}{flag}: given {each}, needed {needed}" for each in wrong)
     return "\n".join(said)
 
 
-def _value_of(hint: Any) -> tuple[str, Callable[[str], bool]]:
-    """What a flag with one value needs, in words, and whether it takes a word; "" for a flag with several, or none."""
+def _values_of(hint: Any) -> tuple[str, Callable[[str], bool], bool]:
+    """What a value of a flag must be, in words; whether a word is one; and whether the flag takes several. Any word is
+    one, and needed is "", for a flag without values, or with values of different kinds."""
     while get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
-    if get_origin(hint) in (Union, UnionType):
-        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-        needed, takes = _value_of(kinds[0]) if len(kinds) == 1 else ("", lambda _: True)
-        # tyro reads this word as no value.
-        return needed, lambda word: takes(word) or (word == "None" and NoneType in get_args(hint))
+    kinds = [kind for kind in get_args(hint) if kind not in (NoneType, Ellipsis)]
     if get_origin(hint) is Literal:
-        choices = [str(choice) for choice in get_args(hint)]
-        return f"one of {', '.join(filter(None, choices))}", choices.__contains__
+        choices = [str(choice) for choice in kinds]
+        return f"one of {', '.join(filter(None, choices))}", choices.__contains__, False
+    if len(kinds) == 1:
+        needed, takes, several = _values_of(kinds[0])
+        if get_origin(hint) not in (Union, UnionType):
+            return needed, takes, True
+        # tyro reads this word as no value.
+        return needed, lambda word: takes(word) or word == "None", several
     if hint in (int, float):
-        return "a whole number" if hint is int else "a number", partial(_is_number, hint)
-    return "one" * (hint is str), lambda _: True
+        return "a whole number" if hint is int else "a number", partial(_is_number, hint), False
+    return "one" * (hint is str), lambda _: True, False
 
 
 def _is_number(kind: type[int] | type[float], word: str) -> bool:

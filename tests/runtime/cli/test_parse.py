@@ -187,7 +187,7 @@ def test_an_argument_without_default_is_required() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said", "of"), [("--weights 1 x", "--weights", sample), ("", "--teacher", needy)], ids=["list", "lacking"]
+    ("words", "said", "of"), [("--samples 1 2", "2", sample), ("", "--teacher", needy)], ids=["two", "lacking"]
 )
 def test_a_usage_error_exits_with_2_and_names_the_flag(
     words: str, said: str, of: Program[..., Any], capsys: Output
@@ -211,6 +211,8 @@ def test_help_explains_both_kinds_of_flags(capsys: Output) -> None:
         ("--samples many", "^--samples: given 'many', needed a whole number$"),
         ("--choice random", "^--choice: given 'random', needed one of strict, ready$"),
         ("--choice", "^--choice: given no value, needed one of strict, ready$"),
+        ("--weights 1 x -2 y", "^--weights: given 'x', needed a number\n--weights: given 'y', needed a number$"),
+        ("--track wandb w", "^--track: given 'w', needed one of tensorboard, wandb, trackio, mlflow$"),
         ("--delta -1", "^--delta: given -1, needed at least 0$"),
         ("--slots 0 --drops 0", "^--slots: given 0, needed at least 1\n--drops: given 0, needed at least 1$"),
         ("--max-tokens -5", "^--max-tokens: given -5, needed at least 1$"),
@@ -242,8 +244,8 @@ def test_a_config_file_gives_flags_and_the_command_line_wins(config: Callable[[s
     assert (flags.max_tokens, flags.plain, flags.batch) == (7, True, 6)
     assert read(f"--config={file}")[1].batch == 5
     with pytest.raises(SystemExit):
-        read("--config", config('weights = ["many"]'))
-    assert "The config file stands for: --weights many" in capsys.readouterr().err
+        read("--config", config("batch = [1, 2]"))
+    assert "The config file stands for: --batch 1 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -253,6 +255,7 @@ def test_a_config_file_gives_flags_and_the_command_line_wins(config: Callable[[s
         ("[run]\nupdates = 3", r"c.toml: 'run' is a table, needed a value \(flags are not grouped\)"),
         ("samples = {a = 1}", r"'samples' is a table"),
         ("samples = 2.5", r"c.toml: --samples: given '2.5', needed a whole number$"),
+        ('weights = [1, "many"]', r"c.toml: --weights: given 'many', needed a number$"),
         ("samples = = 3", r"not TOML.*line 1"),
     ],
 )
