@@ -1,11 +1,11 @@
 """Writes what the documentation shows of the project itself, so that it stays true.
 
-    python docs/make.py            write the picture and the regions of README.md
-    python docs/make.py --check    exit status 1, naming them, if some are not as they would be written
+    python docs/make.py [PATH …]            write the pictures and the regions of the pages, or those of PATH alone
+    python docs/make.py --check [PATH …]    exit status 1, naming them, if some are not as they would be written
 
-In README.md a region stands between `<!-- begin WHAT -->` and `<!-- end WHAT -->` and is kept in the file. In a page of
-docs/ it is one line, `<!-- write WHAT -->`, which is filled when the site is built (site_hooks.py). PROGRAM is a
-built-in name, or FILE.py:FUNCTION in docs/examples. WHAT is one of
+In README.md and the pages of docs/ a region stands between the lines `<!-- begin WHAT -->` and `<!-- end WHAT -->`. It
+is kept in the file; a build of the site fails for one that is stale (site_hooks.py). PROGRAM is a built-in name, or
+FILE.py:FUNCTION in docs/examples. WHAT is one of
 
     source NAME               a built-in program's function, as it is written
     example FILE              a file of docs/examples
@@ -35,12 +35,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from io import BytesIO, TextIOWrapper
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from algorithms import Entry, algorithms, loss, others
 
@@ -48,19 +49,19 @@ from penstock import module_command
 from penstock.graph import Graph, GraphError, Program, check, load, trace
 from penstock.graph.show import text
 from penstock.graph.svg import svg
+from penstock.runtime.cli.main import main as cli
 from penstock.runtime.cli.tracing import faults_text
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PICTURES = ROOT / "docs" / "img" / "graphs"
 EXAMPLES = ROOT / "docs" / "examples"
 RESULTS = ROOT / "benchmarks" / "results"
 HOME = "/home/me"
 """Where pages say that the examples are."""
 # Seconds in which a command ends: it may have the lowest priority beside tests that keep all cores busy.
 COMMAND_S = 600.0
-PICTURES = {"docs/img/aipo.svg": "aipo"}
 REGION = re.compile(r"(?ms)^<!-- begin (?P<what>[^>]+?) -->\n.*?^<!-- end (?P=what) -->$")
-LINE = re.compile(r"(?m)^<!-- write (?P<what>.+?) -->$")
 PROCESSORS = {"AMX": "_amx", "AVX-512": "", "AVX2": "_avx2"}
 """The kinds of processors, by the ends of their results' names (`by_processor` of the benchmarks)."""
 FILES = ROOT / "runtime" / "record" / "typed_json.py"
@@ -73,6 +74,8 @@ KINDS = {
     "list": "list",
 }
 """The types of its fields in words."""
+PLAIN = {"COLUMNS": "100", "NO_COLOR": "1"}
+"""The environment of a command whose output is shown."""
 KEPT = 2
 """Lines of progress of an excerpt that are kept at each end of a row of them."""
 
@@ -80,35 +83,41 @@ KEPT = 2
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; name what is stale")
-    check = parser.parse_args().check
-    stale = [path for path, wanted in generated().items() if not _is(path, wanted)]
-    for path in stale:
-        if not check:
+    parser.add_argument("paths", metavar="PATH", nargs="*", type=Path, help="files or folders (default: all)")
+    given = parser.parse_args()
+    stale = [(path, wanted) for path, wanted in generated(given.paths or [ROOT]) if not _is(path, wanted)]
+    for path, wanted in stale:
+        if not given.check:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(generated()[path])
-        print(f"{path.relative_to(ROOT)}: {'stale; run `python docs/make.py`' if check else 'written'}")
-    sys.exit(1 if check and stale else 0)
+            path.write_text(wanted)
+        print(f"{path.relative_to(ROOT)}: {'stale; run `python docs/make.py`' if given.check else 'written'}")
+    sys.exit(1 if given.check and stale else 0)
 
 
-@lru_cache
-def generated() -> dict[Path, str]:
-    """What each picture and README.md is to hold."""
-    pictures = {ROOT / name: picture(program) for name, program in PICTURES.items()}
-    return pictures | {README: filled(README.read_text())}
+def generated(places: Iterable[Path]) -> Iterator[tuple[Path, str]]:
+    """What each picture and page in `places` is to hold."""
+    roots = [place.resolve() for place in places]
+
+    def chosen(path: Path) -> bool:
+        return any(path.is_relative_to(root) for root in roots)
+
+    for one in algorithms():
+        if chosen(path := PICTURES / f"{one.name}.svg"):
+            yield path, picture(one.name)
+    for page in filter(chosen, PAGES):
+        yield page, filled(page.read_text())
 
 
 def filled(page: str) -> str:
-    """README.md with all its regions written again."""
+    """The text of a page with all its regions written again."""
 
     def region(match: re.Match[str]) -> str:
         return f"<!-- begin {match['what']} -->\n{_write(match['what'])}\n<!-- end {match['what']} -->"
 
-    return REGION.sub(region, page)
-
-
-def written(page: str) -> str:
-    """A page of the site with its lines `<!-- write WHAT -->` filled."""
-    return LINE.sub(lambda match: _write(match["what"]), page)
+    written, count = REGION.subn(region, page)
+    begun = re.findall(r"(?m)^<!-- begin .*", page)
+    assert count == len(begun), f"{len(begun)} regions begin, {count} of them have an end: {begun}"
+    return written
 
 
 def _write(what: str) -> str:
@@ -187,7 +196,16 @@ def fields_table(name: str) -> str:
 
 def help_text(*verb: str) -> str:
     command = ["penstock", *verb, "--help"]
-    printed = _printed(command).rstrip()
+    # In this process: a process for each verb would take most of its time to import the same modules.
+    output = TextIOWrapper(BytesIO(), encoding="utf-8")
+    with redirect_stdout(output), mock.patch.dict(os.environ, PLAIN):
+        try:
+            cli(command[1:])
+        except SystemExit as leaving:
+            status = leaving.code
+    assert status == 0, f"{' '.join(command)}: exit status {status}"
+    output.seek(0)
+    printed = output.read().rstrip()
     if "\nPROGRAM is package" in printed:  # each verb lists the built-in programs, which have a page
         printed = re.sub(r"(?ms)^PROGRAM is package.*?(?=^Its keyword)", "", printed)
     return fenced(f"$ {' '.join(command)}\n{printed}", "console")
@@ -206,7 +224,7 @@ def _printed(command: list[str]) -> str:
     One that stands still ends with the stack of each of its processes on stderr, and is begun once more.
     """
     run = module_command("penstock.runtime.cli.main", *command[1:])
-    place = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "PYTHONFAULTHANDLER": "1"}
+    place = {**os.environ, **PLAIN, "PYTHONFAULTHANDLER": "1"}
     pipe = subprocess.PIPE
     for _ in range(2):
         # A group of processes of its own, all of which can be asked where they are.
@@ -249,7 +267,7 @@ def algorithm_graphs() -> str:
         parts += [
             f"### {one.name}",
             f"{one.summary}.",
-            f"![The graph of {one.name}](img/graphs/{one.name}.svg){{ .graph }}",
+            f"![The graph of {one.name}](img/graphs/{one.name}.svg)",
         ]
         parts += [_folded(f"Source: {code}", fenced((ROOT / code).read_text().rstrip(), "python"))]
         parts += [_folded(f"As text: penstock show {one.name}", show(one.name))]
@@ -257,7 +275,8 @@ def algorithm_graphs() -> str:
 
 
 def _folded(title: str, content: str) -> str:
-    return f'??? quote "{title}"\n\n{textwrap.indent(content, "    ")}'
+    """A block that a click opens, both in the site and where Markdown is shown."""
+    return f'<details class="quote" markdown="1">\n<summary>{title}</summary>\n\n{content}\n\n</details>'
 
 
 def program_names(folder: str) -> str:

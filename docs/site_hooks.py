@@ -1,5 +1,6 @@
-"""mkdocs' hooks: what pages show of the project itself is written while the site is built (see make.py)."""
+"""mkdocs' hook: a build of the site fails for a page whose regions are not as make.py writes them."""
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -7,17 +8,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import make
-from mkdocs.structure.files import File, Files
+
+LOG = logging.getLogger("mkdocs.hooks.regions")
 
 
-def on_files(files: Files, *, config: Any) -> Files:
-    """Add a picture of each algorithm's graph."""
-    for one in make.algorithms():
-        picture = File.generated(config, f"img/graphs/{one.name}.svg", content=make.picture(one.name))
-        files.append(picture)
-    return files
-
-
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill the lines `<!-- write WHAT -->` of a page."""
-    return make.written(markdown)
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Show the regions as they are now. With `--strict` an error that is logged ends the build."""
+    current = make.filled(markdown)
+    if current != markdown:
+        LOG.error(f"docs/{page.file.src_uri}: stale; run `python docs/make.py`")
+    return current

@@ -44,9 +44,9 @@ def consoles(page: Path) -> dict[str, str]:
 
 
 def commands(verb: str) -> set[str]:
-    """Return the programs whose output of `penstock VERB` is written into a page when the site is built."""
+    """Return the programs whose output of `penstock VERB` a page shows."""
     pages = (page.read_text() for page in sorted((ROOT / "docs").rglob("*.md")))
-    return {name for page in pages for name in re.findall(rf"(?m)^<!-- write {verb} (\S+\.py:\S+)", page)}
+    return {name for page in pages for name in re.findall(rf"(?m)^<!-- begin {verb} (\S+\.py:\S+)", page)}
 
 
 @dataclass(frozen=True)
