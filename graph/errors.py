@@ -67,6 +67,7 @@ ELSEWHERE_CALLED = {
     for ours, words in {
         "lr": "learning_rate actor_learning_rate",
         "critic_lr": "critic_learning_rate",
+        "entropy": "entropy_coef entropy_coeff entropy_loss_coef ent_coef",
         "kl": "beta kl_coef kl_loss_coef init_kl_coef reference_policy_kl_penalty",
         "clip_norm": "max_grad_norm clip_grad",
         "clip": "epsilon eps_clip clip_ratio",

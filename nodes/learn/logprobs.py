@@ -22,10 +22,11 @@ from penstock.nodes.model.mlp import Route, replay
 from penstock.nodes.model.vocab_parallel import VocabShard
 
 
-def packed_logprobs(model: CausalLM, packed: Packed) -> tuple[Tensor, Tensor]:
+def packed_logprobs(model: CausalLM, packed: Packed, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
     """log π of each target of a micro-batch, and the entropy of its distribution; both float32 [P], nats.
 
-    π is softmax(logits / T), T the temperature that the target was sampled at.
+    π is softmax(logits / T), T the temperature that the target was sampled at. The entropy has a gradient only with
+    `entropy_gradient`.
     """
     hidden_QD, vocab = _hidden(model, packed), model.vocab
     count = len(packed.targets_P)
@@ -36,9 +37,10 @@ def packed_logprobs(model: CausalLM, packed: Packed) -> tuple[Tensor, Tensor]:
 
     def compute(hidden_QD: Tensor, weight_WD: Tensor) -> tuple[Tensor, Tensor]:
         given, most = (hidden_QD, weight_WD, targets_Q, temperature_Q), model.logit_elements
+        options: Any = {"chunk_elements": most, "entropy_gradient": entropy_gradient}
         if vocab.parts == 1:
-            return token_logprobs(*given, chunk_elements=most, by_rows=model.invariant)
-        return logprobs_over_ranks(*given, vocab, chunk_elements=most)
+            return token_logprobs(*given, by_rows=model.invariant, **options)
+        return logprobs_over_ranks(*given, vocab, **options)
 
     logprobs_Q, entropy_Q = model.with_head(vocab.shared(hidden_QD), compute)
     return logprobs_Q[:count], entropy_Q[:count]
@@ -93,19 +95,21 @@ def token_logprobs(
     *,
     chunk_elements: int = LOGIT_ELEMENTS,
     by_rows: bool = False,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log π of each target (with a gradient) and the entropy of each distribution (without); both float32, nats.
+    """log π of each target (with a gradient) and the entropy of each distribution (without, unless `entropy_gradient`);
+    both float32, nats.
 
     Logits are divided by `temperature_P` in float32, as a generator does; None is 1. If the logits fit in one chunk,
     autograd keeps them. Otherwise they are computed by chunks of tokens, and again in the backward pass, so that memory
     does not grow with tokens × vocabulary. `by_rows`: as a generator computes them with `--invariant`.
     """
-    if not by_rows and hidden_PD.shape[0] * weight_VD.shape[0] <= chunk_elements:
+    if not by_rows and not entropy_gradient and hidden_PD.shape[0] * weight_VD.shape[0] <= chunk_elements:
         logprobs_PV = torch.log_softmax(_logits(hidden_PD, weight_VD, temperature_P), dim=-1)
         # No view: see `CausalLM.with_head`.
         return _gather(logprobs_PV, targets_P).clone(), _entropy(logprobs_PV.detach())
     size = max(1, chunk_elements // weight_VD.shape[0])
-    given = hidden_PD, weight_VD, targets_P, temperature_P, size, by_rows
+    given = hidden_PD, weight_VD, targets_P, temperature_P, size, entropy_gradient, by_rows
     logprobs_P, entropy_P = _Chunked.apply(*given)  # type: ignore[no-untyped-call]
     return logprobs_P, entropy_P
 
@@ -121,6 +125,7 @@ class _Chunked(torch.autograd.Function):
         targets_P: Tensor,
         temperature_P: Tensor | None,
         size: int,
+        entropy_gradient: bool,
         by_rows: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies = [], []
@@ -133,16 +138,13 @@ class _Chunked(torch.autograd.Function):
             logprobs.append(_gather(logprobs_CV, targets_P[rows]))
             entropies.append(_entropy(logprobs_CV))
             del logprobs_CV  # before those of the next chunk
-        ctx.save_for_backward(hidden_PD, weight_VD, targets_P, temperature_P)
-        ctx.size = size
         entropy_P = torch.cat(entropies)
-        # Entropy is only a metric: its gradient would need the logits, which are not kept.
-        ctx.mark_non_differentiable(entropy_P)
+        _keep(ctx, size, entropy_P, entropy_gradient, hidden_PD, weight_VD, targets_P, temperature_P)
         return torch.cat(logprobs), entropy_P
 
     @staticmethod
-    def backward(ctx: Any, grad_P: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, grad_P, lambda logits_CV, rows: torch.softmax(logits_CV, dim=-1))
+    def backward(ctx: Any, grad_P: Tensor, grad_entropy_P: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, grad_P, grad_entropy_P, lambda logits_CV, rows: torch.softmax(logits_CV, dim=-1))
 
 
 def logprobs_over_ranks(
@@ -153,6 +155,7 @@ def logprobs_over_ranks(
     vocab: VocabShard,
     *,
     chunk_elements: int = LOGIT_ELEMENTS,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `token_logprobs`, for a vocabulary sharded over ranks; results are equal on all ranks. `weight_WD` are this
     rank's rows of the head. The gradient of `hidden_PD` is this rank's summand.
@@ -161,7 +164,7 @@ def logprobs_over_ranks(
     exchanges between ranks: the largest logit of each token, then its sums.
     """
     size = max(1, chunk_elements // weight_WD.shape[0])
-    given = hidden_PD, weight_WD, targets_P, temperature_P, size, vocab
+    given = hidden_PD, weight_WD, targets_P, temperature_P, size, entropy_gradient, vocab
     logprobs_P, entropy_P = _OverRanks.apply(*given)  # type: ignore[no-untyped-call]
     return logprobs_P, entropy_P
 
@@ -178,6 +181,7 @@ class _OverRanks(torch.autograd.Function):
         targets_P: Tensor,
         temperature_P: Tensor | None,
         size: int,
+        entropy_gradient: bool,
         vocab: VocabShard,
     ) -> tuple[Tensor, Tensor]:
         rows_P, here_P = vocab.index(targets_P)
@@ -201,37 +205,63 @@ class _OverRanks(torch.autograd.Function):
         sums_3P[2] = (sums_3P[2] - largest_P) * here_P
         sum_P, weighted_P, target_P = vocab.sum(sums_3P)
         log_P = sum_P.log()
-        ctx.save_for_backward(hidden_PD, weight_WD, rows_P, temperature_P, here_P, largest_P + log_P)
-        ctx.size = size
         entropy_P = log_P - weighted_P / sum_P
-        ctx.mark_non_differentiable(entropy_P)
+        given = hidden_PD, weight_WD, rows_P, temperature_P, here_P, largest_P + log_P
+        _keep(ctx, size, entropy_P, entropy_gradient, *given)
         return target_P - log_P, entropy_P
 
     @staticmethod
-    def backward(ctx: Any, grad_P: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_P: Tensor, grad_entropy_P: Tensor) -> tuple[Tensor | None, ...]:
         *_, here_P, log_P = ctx.saved_tensors
-        return _gradients(ctx, grad_P, lambda logits_CW, rows: logits_CW.sub_(log_P[rows, None]).exp_(), here_P)
+
+        def probabilities(logits_CW: Tensor, rows: slice) -> Tensor:
+            return logits_CW.sub_(log_P[rows, None]).exp_()
+
+        return _gradients(ctx, grad_P, grad_entropy_P, probabilities, here_P)
+
+
+def _keep(ctx: Any, size: int, entropy_P: Tensor, entropy_gradient: bool, *tensors: Tensor | None) -> None:
+    """Keep what `_gradients` needs."""
+    ctx.save_for_backward(*tensors)
+    ctx.size, ctx.entropy_P = size, entropy_P.clone() if entropy_gradient else None
+    if not entropy_gradient:
+        # Entropy is only a metric.
+        ctx.mark_non_differentiable(entropy_P)
 
 
 def _gradients(
-    ctx: Any, grad_P: Tensor, probabilities: Callable[[Tensor, slice], Tensor], here_P: Tensor | None = None
+    ctx: Any,
+    grad_P: Tensor,
+    grad_entropy_P: Tensor,
+    probabilities: Callable[[Tensor, slice], Tensor],
+    here_P: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of hidden states and of the head, and None for the other four inputs, by chunks of tokens whose
-    logits are computed again: ∂ log π(y) / ∂ logit_v = (1[v = y] − π(v)) / T.
+    """The gradients of hidden states and of the head, and None for the other five inputs, by chunks of tokens whose
+    logits are computed again: ∂ log π(y) / ∂ logit_v = (1[v = y] − π(v)) / T, and of the entropy
+    ∂ H / ∂ logit_v = −π(v) · (log π(v) + H) / T.
 
     `probabilities` computes π from the logits of some tokens. `here_P` is True for targets among this rank's words;
     None if all are.
     """
     hidden_PD, weight_VD, targets_P, temperature_P, *_ = ctx.saved_tensors
+    entropy_P = ctx.entropy_P
     grad_hidden_PD = torch.empty_like(hidden_PD)
     grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
     # The gradient with respect to a logit before the division by its temperature.
-    grad_P = grad_P if temperature_P is None else grad_P / temperature_P
+    if temperature_P is not None:
+        grad_P = grad_P / temperature_P
+        grad_entropy_P = grad_entropy_P if entropy_P is None else grad_entropy_P / temperature_P
     grad_target_P = grad_P if here_P is None else grad_P * here_P
     for rows in _chunks(len(targets_P), ctx.size):
         temperature_C = None if temperature_P is None else temperature_P[rows]
         grad_CV = probabilities(_logits(hidden_PD[rows], weight_VD, temperature_C), rows)
-        grad_CV.mul_(-grad_P[rows, None])
+        if entropy_P is None:
+            grad_CV.mul_(-grad_P[rows, None])
+        else:
+            # xlogy: a word whose probability is 0 in float32 has no gradient.
+            of_entropy_CV = torch.xlogy(grad_CV, grad_CV).addcmul_(grad_CV, entropy_P[rows, None])
+            grad_CV.mul_(-grad_P[rows, None]).addcmul_(of_entropy_CV, grad_entropy_P[rows, None], value=-1)
+            del of_entropy_CV
         grad_CV.scatter_add_(1, targets_P[rows, None], grad_target_P[rows, None])
         # Products in the weights' dtype, as in autograd; their sum over chunks is in float32.
         grad_CV = grad_CV.to(weight_VD.dtype)
@@ -240,7 +270,7 @@ def _gradients(
             grad_weight_VD += grad_CV.T @ hidden_PD[rows]
         del grad_CV  # before the logits of the next chunk
     grad_weight_VD = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
-    return grad_hidden_PD, grad_weight_VD, None, None, None, None
+    return grad_hidden_PD, grad_weight_VD, None, None, None, None, None
 
 
 def _chunks(length: int, size: int) -> Iterator[slice]:

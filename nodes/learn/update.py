@@ -131,10 +131,11 @@ class Term(Rollouts):
     weight: float = 1.0
     average: Aggregation = "token_mean"
     kl: float = 0.0
+    entropy: float = 0.0
 
 
 @reads_tokens
-@requires(penalty, not_negative("kl"), finite("weight"), one_rate, own_names)
+@requires(penalty, not_negative("kl"), finite("weight", "entropy"), one_rate, own_names)
 @node(pool="trainer", clock="update")
 @update_options()
 def policy_update(
@@ -150,6 +151,7 @@ def policy_update(
     weight: float = 1.0,
     average: Aggregation = "token_mean",
     kl: float = 0.0,
+    entropy: float = 0.0,
     epochs: int = 1,
     minibatches: int = 1,
     lr: float | Schedule = 1e-4,
@@ -161,8 +163,9 @@ def policy_update(
     `loss` is a function of log π and `Sampled`, such as those of `losses`; its own options are bound with
     functools.partial. `average` says how token losses become one (see `batching.normaliser`); "constant" takes the
     run's `max_tokens` as the longest response. `kl` times the divergence from the `reference` is added to each token's
-    loss. `lr` is a number or a schedule (see `optimizer`); a `rate` that a node has computed takes its place. For the
-    other options see `UpdateOptions`.
+    loss, and `entropy` times the entropy of its distribution over the whole vocabulary is subtracted (the bonus of PPO,
+    arXiv 1707.06347, equation 9); then logits are computed twice. `lr` is a number or a schedule (see `optimizer`); a
+    `rate` that a node has computed takes its place. For the other options see `UpdateOptions`.
 
     `beside` are more terms of the same loss, made by `term`: each step minimises Σ weight · average of the term's token
     losses, where an average is over the term's own tokens or responses. All terms take part in each step, with a
@@ -182,20 +185,23 @@ def policy_update(
     they are of the first term.
     """
     learner = language_policy(policy)
-    terms = [LossTerm(_scored(rollouts, advantage, reference, proximal), loss, loss_name(loss), weight, average, kl)]
+    scored = _scored(rollouts, advantage, reference, proximal)
+    terms = [LossTerm(scored, loss, loss_name(loss), weight, average, kl, entropy)]
     for each in beside:
         rows = Scored(**{field.name: getattr(each, field.name) for field in fields(Scored)})
-        terms.append(LossTerm(rows, resolve(json.loads(each.loss)), each.name, each.weight, each.average, each.kl))
+        own = each.name, each.weight, each.average, each.kl, each.entropy
+        terms.append(LossTerm(rows, resolve(json.loads(each.loss)), *own))
     names = [each.name for each in terms]
     if len(set(names)) < len(names):
         raise ValueError(f"{learner.context.node}: given terms {', '.join(names)}, needed {SAME}")
     rate_or_schedule = lr if rate is None else rate.value
+    forward = partial(packed_logprobs, entropy_gradient=any(each.entropy for each in terms))
     if part is not None:
         if (epochs, minibatches, len(terms)) != (1, 1, 1):
             given = f"epochs={epochs}, minibatches={minibatches} and {len(terms)} terms for a part of a batch"
             raise ValueError(f"{learner.context.node}: given {given}, needed one of each: a step has the whole batch")
-        return policy, accumulate(learner, packed_logprobs, terms[0], part, rate_or_schedule, options)
-    taken, figures = descend(learner, packed_logprobs, terms, epochs, minibatches, rate_or_schedule, options)
+        return policy, accumulate(learner, forward, terms[0], part, rate_or_schedule, options)
+    taken, figures = descend(learner, forward, terms, epochs, minibatches, rate_or_schedule, options)
     metrics, *others = map(update_metrics, taken)
     found = {f"{name}_{key}": x for name, each in zip(names[1:], others, strict=True) for key, x in each.items()}
     if others:
@@ -206,7 +212,7 @@ def policy_update(
     return policy, {**found, **metrics, "loss": whole, "tokens": tokens, **figures}
 
 
-@requires(penalty, not_negative("kl"), finite("weight"), plain_name)
+@requires(penalty, not_negative("kl"), finite("weight", "entropy"), plain_name)
 @node(pool="trainer", clock="update")
 def term(
     rollouts: Rollouts,
@@ -218,6 +224,7 @@ def term(
     weight: float = 1.0,
     average: Aggregation = "token_mean",
     kl: float = 0.0,
+    entropy: float = 0.0,
     name: str = "",
 ) -> Term:
     """One more term of an update's loss, over the same rollouts or others: `policy_update(…, beside=[term(…)])`.
@@ -233,6 +240,7 @@ def term(
         weight=weight,
         average=average,
         kl=kl,
+        entropy=entropy,
     )
 
 
@@ -267,7 +275,7 @@ def _scored(rollouts: Rollouts, advantage: Advantages, reference: Logprobs | Non
 @dataclass(frozen=True)
 class LossTerm:
     """A term of the loss of an update: its rows, the loss of tokens, its name and weight, the average of token losses,
-    and the factor of the divergence from the reference."""
+    and the factors of the divergence from the reference and of the entropy."""
 
     rows: Scored
     loss: Loss
@@ -275,6 +283,7 @@ class LossTerm:
     weight: float = 1.0
     average: Aggregation = "token_mean"
     kl: float = 0.0
+    entropy: float = 0.0
 
     def backward(
         self,
@@ -320,11 +329,13 @@ class LossTerm:
             # k3, as in GRPO: its gradient is that of KL(π_ref ‖ π), and it is never negative.
             if self.kl:
                 loss_P = loss_P + self.kl * kl_estimate(logprobs_P, sampled.reference_P, estimator="k3")
+            if self.entropy:
+                loss_P = loss_P - self.entropy * entropy_P
             if not loss_P.requires_grad:
                 needed = "one that follows from log π, its first argument"
                 raise ValueError(f"loss {loss_name(self.loss)}: given a result without a gradient, needed {needed}")
             total = (token_weights(sampled.lengths_P, aggregation=self.average) * loss_P).sum()
-            sums = token_sums(logprobs_P, entropy_P, clipped_P, sampled, learner.version)
+            sums = token_sums(logprobs_P, entropy_P.detach(), clipped_P, sampled, learner.version)
             return total * scale, {"loss": total.detach().double(), **sums}
 
         items = learner.pack(self.rows, micro_tokens, whole_groups=whole_groups)

@@ -43,7 +43,7 @@ def update(rank: int, folder: Path, mesh: str) -> None:
     parted, one = policy(mesh, rank), policy()
     assert_boxes(parted, one, rank)
     beside = (term.fn(batch()[0].take([0, 2]), loss=imitate, weight=0.5),)
-    for options in ({"beside": beside}, {"epochs": 2, "minibatches": 2, "average": "sequence_mean"}):
+    for options in ({"beside": beside}, {"epochs": 2, "minibatches": 2, "average": "sequence_mean", "entropy": 0.2}):
         ours = policy_update.fn(parted, *batch(), **OPTIONS, **options)[1]
         theirs = policy_update.fn(one, *batch(), **OPTIONS, **options)[1]
         assert_same_everywhere(ours)

@@ -800,15 +800,13 @@ def test_whole_distributions_are_compared_at_the_temperature_of_the_samples(tmp_
     assert_same(gradients(ours), by_autograd(twin, total / count))
 
 
+@pytest.mark.parametrize("bonus", [0.0, 0.3, -0.3])
 @pytest.mark.parametrize("chunk_elements", [1 << 22, 40])
-def test_gradients_and_entropies_are_those_of_the_tempered_distribution(
-    chunk_elements: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The oracle computes each row alone, with torch's own categorical distribution."""
-    monkeypatch.setattr(token_logprobs, "__kwdefaults__", {"chunk_elements": chunk_elements})
+def test_gradients_and_entropies_are_those_of_the_tempered_distribution(chunk_elements: int, bonus: float) -> None:
+    """The oracle computes each row alone, with torch's own categorical distribution. `bonus` is that of entropy."""
     rollouts, advantage = batch()
     rollouts = replace(rollouts, temperature_N=torch.tensor([0.5, 1.0, 2.0, 0.7, 1.3]))
-    ours, twin = policy(), policy()
+    ours, twin = policy(logit_elements=chunk_elements), policy()
     losses, entropies = [], []
     for row, (prompt, response) in enumerate(LENGTHS):
         tokens = rollouts.tokens_NS[row, : prompt + response]
@@ -817,11 +815,13 @@ def test_gradients_and_entropies_are_those_of_the_tempered_distribution(
         ratio = (exact.log_prob(tokens[prompt:]) - rollouts.logprobs_NT[row, :response]).exp()
         a = advantage.values_N[row]
         losses.append(-torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a))
-        entropies.append(exact.entropy().detach())
-    mean = torch.cat(losses).mean()
-    _, figures = policy_update.fn(ours, rollouts, advantage, loss=ppo, clip_norm=FREE, micro_tokens=20)
+        entropies.append(exact.entropy())
+    entropy = torch.cat(entropies).mean()
+    mean = torch.cat(losses).mean() - bonus * entropy
+    options: Any = {"loss": ppo, "entropy": bonus, "clip_norm": FREE, "micro_tokens": 20}
+    _, figures = policy_update.fn(ours, rollouts, advantage, **options)
     assert figures["loss"] == pytest.approx(float(mean.detach()), rel=1e-4)
-    assert figures["entropy"] == pytest.approx(float(torch.cat(entropies).mean()), rel=1e-4)
+    assert figures["entropy"] == pytest.approx(float(entropy.detach()), rel=1e-4)
     assert_same(gradients(ours), by_autograd(twin, mean))
 
 
