@@ -19,8 +19,8 @@ from typing import Any
 from here import Job, run_here, serve, shared_base, spread_out
 from report import publish, spread
 
-from penstock import cache_folder
 from penstock.graph import Program, load
+from penstock.host import cache_folder
 from penstock.runtime.control.run_config import RunOptions
 
 

@@ -22,9 +22,9 @@ from chart import line_chart
 from here import Job, run_here, serve, shared_base, spread_out
 from report import RESULTS, ROOT, publish, spread
 
-from penstock import cache_folder
 from penstock.graph import broadcast, program
 from penstock.graph.types import Policy, Prompts
+from penstock.host import cache_folder
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.distill import policy_logprobs
 from penstock.nodes.generate import generate

@@ -29,8 +29,8 @@ from chart import line_chart
 from here import Job, run_here, serve, shared_base, spread_out
 from report import ROOT, publish, spread
 
-from penstock import cache_folder
 from penstock.graph import Program, load
+from penstock.host import cache_folder
 from penstock.runtime.control.run_config import RunOptions
 
 OURS, THEIRS = "aipo, lag 0", "TRL"

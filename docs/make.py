@@ -45,10 +45,10 @@ from unittest import mock
 
 from algorithms import Entry, algorithms, loss, others
 
-from penstock import module_command
 from penstock.graph import Graph, GraphError, Program, check, load, trace
 from penstock.graph.show import text
 from penstock.graph.svg import svg
+from penstock.host import module_command
 from penstock.runtime.cli.main import main as cli
 from penstock.runtime.cli.tracing import faults_text
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from penstock import module_command
+from penstock.host import module_command
 from penstock.nodes.model.kernels import linear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

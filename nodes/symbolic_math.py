@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from threading import Lock
 from time import monotonic
 
-from penstock import module_command
+from penstock.host import module_command
 
 # Seconds for one question, and for the child to import the library.
 DEADLINE_S, START_S = 10.0, 120.0

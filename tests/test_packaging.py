@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 LAYERS = ("graph", "nodes", "runtime", "programs")
 MAY_IMPORT = {
     "graph": {"graph"},
-    "nodes": {"graph", "nodes"},
-    "runtime": {"graph", "runtime"},
+    "nodes": {"graph", "nodes", "host"},
+    "runtime": {"graph", "runtime", "host"},
     "programs": {"graph", "nodes", "programs"},
 }
 WITH_TORCH = ("nodes/", "runtime/tensor/")
@@ -92,6 +92,18 @@ RULES: dict[str, Callable[[str, str], bool]] = {
 """By rule, a function of a file and a module: True if the file must not import the module."""
 
 
+def test_the_layers_take_no_name_from_the_public_surface() -> None:
+    """It is above all of them: what they take there would hide which layer it is of."""
+    taken = [
+        (name(path), alias.name)
+        for path in files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == "penstock"
+        for alias in node.names
+    ]
+    assert {given for _, given in taken} == {"__path__", "__version__"}
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_imports_keep_the_rules_of_the_layers(rule: str) -> None:
     found = [(name(path), module, line) for path in files() for module, line in imports(path)]
@@ -150,7 +162,7 @@ def test_the_wheel_carries_the_files_behind_the_links(tmp_path: Path) -> None:
         carried = set(archive.namelist())
         entry = next(name for name in carried if name.endswith("entry_points.txt"))
         assert b"penstock = penstock.runtime.cli.main:main" in archive.read(entry)
-    assert {f"penstock/{name(path)}" for path in files()} | {"penstock/py.typed"} <= carried
+    assert {f"penstock/{name(path)}" for path in files()} | {"penstock/py.typed", "penstock/__init__.pyi"} <= carried
     templates = [path for folder in ("graph", "runtime") for path in (ROOT / folder).rglob("templates/*")]
     templates += (ROOT / "nodes").rglob("*.[ch]")
     assert {f"penstock/{path.relative_to(ROOT)}" for path in templates} <= carried

@@ -1,4 +1,4 @@
-from penstock.graph import Rewards, Rollouts, node
+from penstock import Rewards, Rollouts, node
 
 
 def teaches(rewards: Rewards) -> bool:

@@ -1,7 +1,7 @@
 import torch
 from torch import Tensor
 
-from penstock.graph import requires
+from penstock import requires
 from penstock.nodes.learn.losses import Sampled, reads
 
 

@@ -1,8 +1,4 @@
-from penstock.graph import Policy, Prompts, program
-from penstock.nodes.advantage import group_advantage
-from penstock.nodes.generate import generate
-from penstock.nodes.learn.update import aipo_update
-from penstock.nodes.score import score
+from penstock import Policy, Prompts, aipo_update, generate, group_advantage, program, score
 
 
 @program

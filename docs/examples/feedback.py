@@ -1,9 +1,5 @@
-from penstock.graph import Policy, broadcast, delay, program
-from penstock.nodes.advantage import group_advantage
+from penstock import Policy, aipo_update, broadcast, delay, generate, group_advantage, math_answer, program, score
 from penstock.nodes.curriculum import Candidates, Varied, choose, remember
-from penstock.nodes.generate import generate
-from penstock.nodes.learn.update import aipo_update
-from penstock.nodes.score import math_answer, score
 
 
 def width(text: str) -> str:

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from penstock.graph import Context, Rewards, node
+from penstock import Context, Rewards, node
 
 
 class Places:

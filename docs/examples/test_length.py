@@ -1,9 +1,7 @@
 import torch
 from length import ends_with, priced
 
-from penstock.graph import Rewards, check, trace
-from penstock.graph.types import Batchable
-from penstock.nodes.advantage import group_advantage
+from penstock import Batchable, Rewards, check, group_advantage, trace
 
 
 def test_the_advantages_of_a_group_add_up_to_nothing() -> None:

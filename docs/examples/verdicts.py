@@ -3,8 +3,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.graph import Rewards, Rollouts, node
-from penstock.graph.types import Batchable
+from penstock import Batchable, Rewards, Rollouts, node
 
 
 @dataclass

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from penstock import cache_folder
 from penstock.graph.types import NodeWarning
+from penstock.host import cache_folder
 
 COMPILE_S = 60.0
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")

@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock import private_folder
 from penstock.graph.hub import HubError, model_folder
+from penstock.host import private_folder
 from penstock.nodes.model.config import ModelConfig, ModelError, read_json
 from penstock.nodes.model.decoder import CausalLM, Decoder, Scorer
 from penstock.nodes.model.lora import A, B, Lora, initial, is_adapter, merged

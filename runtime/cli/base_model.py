@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from penstock import __path__ as roots
-from penstock import cache_folder
+from penstock.host import cache_folder
 from penstock.runtime.cli.display import Line
 from penstock.runtime.cli.launching import asked, configure, launch
 from penstock.runtime.cli.tracing import CommandError, trace_program

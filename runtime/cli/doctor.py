@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock import cache_folder
 from penstock.graph.machine import cgroup_limits, free_memory, usable_cores, usable_memory_gib
+from penstock.host import cache_folder
 from penstock.runtime.cli.base_model import PROFILE
 from penstock.runtime.cli.flags import OutputFlags, read_flags
 from penstock.runtime.cli.tracing import CommandError, ask_child

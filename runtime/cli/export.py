@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from penstock import module_command
+from penstock.host import module_command
 from penstock.runtime.cli.display import many
 from penstock.runtime.cli.flags import FolderFlags, OutputFlags, read_flags
 from penstock.runtime.cli.tracing import CommandError

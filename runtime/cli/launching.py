@@ -13,8 +13,9 @@ from shlex import quote
 from time import monotonic
 from typing import Any, cast
 
-from penstock import __version__, module_command
+from penstock import __version__
 from penstock.graph.errors import Fault
+from penstock.host import module_command
 from penstock.runtime.cli.display import Display, Line, clock, open_display, percent
 from penstock.runtime.cli.enrolling import Enrolled
 from penstock.runtime.cli.flags import StartFlags

@@ -10,9 +10,9 @@ from dataclasses import fields
 from pathlib import Path
 from textwrap import wrap
 
-from penstock import cache_folder
 from penstock.graph.hub import model_folder
 from penstock.graph.ir import Graph
+from penstock.host import cache_folder
 from penstock.runtime.cli.base_model import PROFILE
 from penstock.runtime.cli.display import about, more, percent
 from penstock.runtime.cli.flags import PlanFlags, Planning

@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast
 
-from penstock import cache_folder
 from penstock.graph.errors import Fault
 from penstock.graph.ir import PRECISIONS, Graph
+from penstock.host import cache_folder
 from penstock.runtime.cli.base_model import PROFILE
 from penstock.runtime.cli.flags import NEW, NO_PLAN, MachineFlags, RunFlags, with_plan
 from penstock.runtime.cli.tracing import CommandError, Traced, faults_text

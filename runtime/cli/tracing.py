@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import __path__ as roots
-from penstock import module_command
+from penstock.host import module_command
 from penstock.runtime.control.signals import held_back
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from threading import Lock, Thread
 from time import monotonic
 from typing import IO, Any, Self
 
-from penstock import module_command
+from penstock.host import module_command
 from penstock.runtime.cli.display import Line
 from penstock.runtime.record.checkpoints import latest_checkpoint
 from penstock.runtime.record.errors import RecordError, visible

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic
 
-from penstock import private_folder
+from penstock.host import private_folder
 
 SOCKET_NAME = "control.sock"
 # Where processes listen without a given address: other machines cannot reach it.

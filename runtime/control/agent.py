@@ -34,8 +34,8 @@ from pathlib import Path
 from time import monotonic
 from types import FrameType
 
-from penstock import PrivateFolderError
 from penstock.graph.machine import memory_kills, usable_memory_gib
+from penstock.host import PrivateFolderError
 from penstock.runtime.control.early import EARLY, awaited
 from penstock.runtime.control.listener import WireError
 from penstock.runtime.control.messages import (

@@ -33,7 +33,7 @@ from time import monotonic, sleep
 from types import FrameType
 from typing import IO, Any
 
-from penstock import PrivateFolderError
+from penstock.host import PrivateFolderError
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.endpoints import LOOPBACK, relay_endpoint, socket_file
 from penstock.runtime.control.agents import Agents

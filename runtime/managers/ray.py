@@ -26,7 +26,7 @@ from tempfile import TemporaryFile
 from time import monotonic
 from typing import IO, Any
 
-from penstock import module_command
+from penstock.host import module_command
 from penstock.runtime.control.agents import AgentsError
 from penstock.runtime.control.process import describe_exit, kill, last_text
 

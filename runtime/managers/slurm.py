@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import IO
 
-from penstock import module_command
+from penstock.host import module_command
 from penstock.runtime.cluster.endpoints import AddressError, own_address, resolved
 from penstock.runtime.control.agents import AgentsError
 from penstock.runtime.control.process import describe_exit

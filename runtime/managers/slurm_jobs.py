@@ -23,7 +23,7 @@ from math import ceil
 from pathlib import Path
 from time import monotonic, sleep
 
-from penstock import module_command
+from penstock.host import module_command
 from penstock.runtime.control.failure import MENDABLE
 from penstock.runtime.control.signals import PREEMPTED
 from penstock.runtime.managers.slurm import SlurmError, answer, whole_lines

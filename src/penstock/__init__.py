@@ -1,10 +1,16 @@
-"""Penstock: a reinforcement-learning algorithm for a language model is one function; its trace is a graph."""
+"""Penstock: a reinforcement-learning algorithm for a language model is one function; its trace is a graph.
 
-import os
-import stat
-import sys
-import tempfile
+    from penstock import Policy, Prompts, broadcast, generate, program
+
+`__init__.pyi` lists the public names. Each is imported when it is first asked for: the controller and the command line
+start without torch.
+"""
+
+import ast
+import functools
+import importlib
 from pathlib import Path
+from typing import Any
 
 # In a checkout those folders are links to the repository root. Load them from
 # there, so that tracebacks and breakpoints show the real paths. The package's own files are found after them.
@@ -13,43 +19,23 @@ __path__ = list(dict.fromkeys(map(str, ((_OWN / "graph").resolve().parent, _OWN)
 __version__ = "0.1.0"
 
 
-def module_command(module: str, *words: str | os.PathLike[str]) -> list[str]:
-    """The command by which this interpreter runs a module with these words."""
-    # -P: files of the current folder, such as a `types.py`, shadow no module that it imports.
-    return [sys.executable, "-P", "-m", module, *(os.fspath(word) for word in words)]
+# Not the library lazy-loader, which does the same: each interpreter of a run imports this file, those of pools with
+# packages of their own, too, and would need it.
+@functools.cache
+def _homes() -> dict[str, str]:
+    """By public name, the module that defines it."""
+    statements = ast.parse((_OWN / "__init__.pyi").read_text()).body
+    imports = [statement for statement in statements if isinstance(statement, ast.ImportFrom)]
+    return {alias.name: str(statement.module) for statement in imports for alias in statement.names}
 
 
-class PrivateFolderError(PermissionError, ValueError):
-    """A folder that has to be this user's alone is not."""
+def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return __dir__()
+    if name not in _homes():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_homes()[name]), name)
 
 
-def private_folder(temporary: Path | None = None) -> Path:
-    """This user's own folder, of mode 0700, in the `temporary` folder of this machine; it is made if it is not there.
-    Raises PrivateFolderError where it cannot be made, and where another user has made it first, to read or to plant
-    something."""
-    folder = (temporary or Path(tempfile.gettempdir())) / f"penstock-{os.geteuid()}"
-    needed = f"needed a folder of user {os.geteuid()} alone (mode 0700)"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        facts = folder.lstat()
-    except OSError as error:
-        raise PrivateFolderError(f"{folder}: given {error.strerror}; {needed}") from error
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
-        given = f"owner {facts.st_uid}, mode {stat.filemode(facts.st_mode)}"
-        raise PrivateFolderError(f"{folder}: given {given}; {needed}")
-    return folder
-
-
-def cache_folder() -> Path:
-    """Where what is made once for a user is kept: $PENSTOCK_CACHE, else `penstock` in the user's cache folder, else, of
-    a user without a home, as containers have, in the user's `private_folder`. Raises as that does."""
-    given = os.environ.get("PENSTOCK_CACHE")
-    if given:
-        return Path(given).absolute()
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
-    except RuntimeError:
-        try:
-            return private_folder() / "cache"
-        except PrivateFolderError as error:
-            raise PrivateFolderError(f"{error}, or PENSTOCK_CACHE=DIR: user {os.getuid()} has no home") from error
+def __dir__() -> list[str]:
+    return sorted(_homes())

@@ -1,5 +1,7 @@
 """The public surface, and what importing it costs."""
 
+import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,42 @@ def test_the_public_names_are_counted() -> None:
     requires trace"""
     assert sorted(penstock.graph.__all__) == names.split()
     assert all(hasattr(penstock.graph, name) for name in penstock.graph.__all__)
+
+
+def test_a_program_finds_all_that_it_needs_in_one_module() -> None:
+    names = """Advantages Average Batchable Context Critic Demonstrations FrozenModel Graph GraphError LearningRate
+    Logprobs Mean Metrics NodeWarning Policy Program Prompts Reference Replies RewardModel Rewards Rollouts Teacher
+    TokenAdvantages TurnRewards Weights aipo_update alternate broadcast carried check code_tests converse critic_update
+    critic_values delay dpo_update ema environment evaluate gae generate group_advantage keep leave_one_out_advantage
+    load math_answer measure node opens outcome policy_logprobs policy_update program python_tool reference_logprobs
+    refresh remote_score replay requires reward_scores score sft_update term trace turn_rewards"""
+    assert dir(penstock) == names.split()
+    stub = ast.parse(Path(str(penstock.__file__)).with_suffix(".pyi").read_text())
+    homes = {
+        alias.name: importlib.import_module(str(found.module))
+        for found in stub.body
+        if isinstance(found, ast.ImportFrom)
+        for alias in found.names
+    }
+    assert sorted(homes) == dir(penstock)
+    assert all(getattr(penstock, name) is getattr(home, name) for name, home in homes.items())
+    for name in ("os", "ppo", "private_folder"):
+        with pytest.raises(AttributeError):
+            getattr(penstock, name)
+
+
+def test_the_public_names_are_imported_when_they_are_asked_for() -> None:
+    code = """
+import sys
+import penstock
+print("generate" in dir(penstock), [name for name in sys.modules if name.startswith("penstock.")])
+from penstock import Policy, broadcast, program, trace
+print([name for name in ("torch", "numpy") if name in sys.modules])
+from penstock import *
+print(generate.__module__, "importlib" in globals())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "True []\n[]\npenstock.nodes.generate False\n"
 
 
 def test_the_language_and_a_sound_programs_check_and_bound_import_neither_torch_nor_networkx() -> None:

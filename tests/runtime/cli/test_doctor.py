@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from penstock import cache_folder
 from penstock.graph.machine import usable_memory_gib
+from penstock.host import cache_folder
 from penstock.nodes.calibrate import decoding_steps, installed
 from penstock.runtime.cli import doctor
 from penstock.runtime.cli.base_model import PROFILE

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import pytest
 import zmq
 
-from penstock import private_folder
+from penstock.host import private_folder
 from penstock.runtime.cluster import endpoints
 from penstock.runtime.control import sockets
 from penstock.runtime.control.agent import ALONE, serve

@@ -1,0 +1,72 @@
+"""The public names, for type checkers, editors and `__getattr__` in `__init__.py`: the language, the values on edges,
+and the nodes that programs call most. Losses are not among them: `aipo` and `ppo` are programs, too. They stand in
+`penstock.nodes.learn.losses`."""
+
+from penstock.graph import Advantages as Advantages
+from penstock.graph import Context as Context
+from penstock.graph import Graph as Graph
+from penstock.graph import GraphError as GraphError
+from penstock.graph import Logprobs as Logprobs
+from penstock.graph import Mean as Mean
+from penstock.graph import Metrics as Metrics
+from penstock.graph import NodeWarning as NodeWarning
+from penstock.graph import Policy as Policy
+from penstock.graph import Program as Program
+from penstock.graph import Prompts as Prompts
+from penstock.graph import Rewards as Rewards
+from penstock.graph import Rollouts as Rollouts
+from penstock.graph import Weights as Weights
+from penstock.graph import alternate as alternate
+from penstock.graph import broadcast as broadcast
+from penstock.graph import check as check
+from penstock.graph import delay as delay
+from penstock.graph import keep as keep
+from penstock.graph import load as load
+from penstock.graph import node as node
+from penstock.graph import opens as opens
+from penstock.graph import program as program
+from penstock.graph import requires as requires
+from penstock.graph import trace as trace
+from penstock.graph.types import Average as Average
+from penstock.graph.types import Batchable as Batchable
+from penstock.graph.types import Critic as Critic
+from penstock.graph.types import FrozenModel as FrozenModel
+from penstock.graph.types import LearningRate as LearningRate
+from penstock.graph.types import Reference as Reference
+from penstock.graph.types import Replies as Replies
+from penstock.graph.types import RewardModel as RewardModel
+from penstock.graph.types import Teacher as Teacher
+from penstock.graph.types import TokenAdvantages as TokenAdvantages
+from penstock.graph.types import TurnRewards as TurnRewards
+from penstock.nodes.advantage import group_advantage as group_advantage
+from penstock.nodes.advantage import leave_one_out_advantage as leave_one_out_advantage
+from penstock.nodes.carried import carried as carried
+from penstock.nodes.code_tests import code_tests as code_tests
+from penstock.nodes.critic import critic_update as critic_update
+from penstock.nodes.critic import critic_values as critic_values
+from penstock.nodes.critic import gae as gae
+from penstock.nodes.data import Demonstrations as Demonstrations
+from penstock.nodes.distill import policy_logprobs as policy_logprobs
+from penstock.nodes.distill import reference_logprobs as reference_logprobs
+from penstock.nodes.ema import ema as ema
+from penstock.nodes.ema import refresh as refresh
+from penstock.nodes.environments.environment import environment as environment
+from penstock.nodes.environments.environment import outcome as outcome
+from penstock.nodes.environments.environment import turn_rewards as turn_rewards
+from penstock.nodes.environments.python_tool import python_tool as python_tool
+from penstock.nodes.evaluate import measure as measure
+from penstock.nodes.generate import converse as converse
+from penstock.nodes.generate import generate as generate
+from penstock.nodes.learn.dpo import dpo_update as dpo_update
+from penstock.nodes.learn.sft import sft_update as sft_update
+from penstock.nodes.learn.update import aipo_update as aipo_update
+from penstock.nodes.learn.update import policy_update as policy_update
+from penstock.nodes.learn.update import term as term
+from penstock.nodes.remote_score import remote_score as remote_score
+from penstock.nodes.replay_buffer import replay as replay
+from penstock.nodes.reward_model import reward_scores as reward_scores
+from penstock.nodes.score import math_answer as math_answer
+from penstock.nodes.score import score as score
+from penstock.programs.evaluate import evaluate as evaluate
+
+__version__: str
