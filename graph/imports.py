@@ -7,10 +7,12 @@ program, such as "aipo", is short for `penstock.programs.aipo:aipo`.
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import math
 import os
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Integral, Real
@@ -134,8 +136,16 @@ def _from_file(path: str, file: str) -> ModuleType:
     _reachable(os.path.dirname(real))
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        if isinstance(error, ImportError) and at.filename == real and "no known parent package" in str(error):
+            packages = itertools.takewhile(lambda folder: (folder / "__init__.py").exists(), Path(real).parents)
+            names = [folder.name for folder in packages] or [Path(real).parent.name]
+            module = ".".join([*reversed(names), Path(real).stem])
+            given = f"a file whose imports are relative to its package ({at.line})"
+            needed = f"its name in the package, {module}:{path.rpartition(':')[2]}, from the folder of {names[-1]}"
+            raise fault("relative-import", repr(path), given, needed, f"{real}:{at.lineno}") from None
         raise
     return module
 

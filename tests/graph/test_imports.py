@@ -166,6 +166,21 @@ def test_a_module_that_cannot_be_imported_says_so_itself(tmp_path: Path) -> None
     assert load(f"{tmp_path}/wrong.py:f")() == 1
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_file_of_a_package_comes_with_its_name_in_it(tmp_path: Path, marked: bool) -> None:
+    folder = tmp_path / "mine" / "algorithms"
+    folder.mkdir(parents=True)
+    for place in (folder, folder.parent) if marked else ():
+        (place / "__init__.py").touch()
+    (folder / "first.py").write_text("import math\nfrom .rules import rule\n")
+    needed = "mine.algorithms.first:rule, from the folder of mine" if marked else "algorithms.first:rule, from"
+    refused(f"{folder}/first.py:rule", "relative-import", f"{folder}/first.py:2", "from .rules import rule", needed)
+    # What another module lacks is its own fault.
+    (folder / "second.py").write_text(f"import sys; sys.path.append({str(folder)!r}); import first\n")
+    with pytest.raises(ImportError, match="no known parent package"):
+        load(f"{folder}/second.py:rule")
+
+
 # Options --------------------------------------------------------------------------------------------------
 
 
