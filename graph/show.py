@@ -107,17 +107,19 @@ def _link(graph: Graph, ref: Ref, head: Node, back: bool) -> Link:
 WIDTH = 88
 
 
-def text(graph: Graph) -> str:
-    """The graph as a program: each value has the name that its first reader gives it."""
+def text(graph: Graph, columns: int | None = None) -> str:
+    """The graph as a program: each value has the name that its first reader gives it. Comments stand behind the calls,
+    or above them where lines would be longer than `columns`."""
+    width = min(WIDTH, columns or WIDTH)
     names = _names(graph)
     arguments = [f"{_local(a.name)}: {short(a.type)}" for a in graph.arguments]
     options = [f"{name}={value(v)}" for name, v in graph.options]
     head = f"def {graph.name}({', '.join([*arguments, '*', *options] if options else arguments)}):"
-    lines = textwrap.wrap(head, WIDTH, subsequent_indent=" " * (len(graph.name) + 5), break_long_words=False)
+    lines = textwrap.wrap(head, width, subsequent_indent=" " * (len(graph.name) + 5), break_long_words=False)
     if graph.doc:
         quoted, indent = f'"""{graph.doc.splitlines()[0]}"""', " " * 4
         lines += textwrap.wrap(
-            quoted, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False,
+            quoted, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False,
             break_on_hyphens=False,
         )  # fmt: skip
     # If the last call alone makes the result, it is written into the return statement.
@@ -127,11 +129,12 @@ def text(graph: Graph) -> str:
         inline = last if results[graph.arguments[0].name].node == last.name and len(last.outputs) == 1 else None
     # Two nodes that take turns have one statement: that of the speaking node.
     shown = [node for node in graph.nodes if not node.answers]
-    calls = [(_statement(graph, n, names, returned=n is inline), _comment(graph, n)) for n in shown]
+    calls = [(_statement(graph, n, names, width, returned=n is inline), f"# {_comment(graph, n)}") for n in shown]
     # Align the comments.
     column = max((len(statement[0]) for statement, _ in calls), default=0) + 2
+    behind = columns is None or all(column + len(comment) <= columns for _, comment in calls)
     for (first, *rest), comment in calls:
-        lines += [f"{first:<{column}}# {comment}", *rest]
+        lines += [f"{first:<{column}}{comment}", *rest] if behind else [f"    {comment}", first, *rest]
     if inline is None:
         returned = [f'"{name}": {names.get(ref, ref)}' for name, ref in graph.results]
         alone = len(results) == 1 and graph.arguments and graph.arguments[0].name in results
@@ -190,7 +193,7 @@ def _names(graph: Graph) -> dict[Ref, str]:
     return names
 
 
-def _statement(graph: Graph, node: Node, names: dict[Ref, str], *, returned: bool) -> list[str]:
+def _statement(graph: Graph, node: Node, names: dict[Ref, str], width: int, *, returned: bool) -> list[str]:
     """The call's lines, with the options that it wrote; two nodes that take turns are one call."""
     outputs, options = [Ref(node.name, o.name) for o in node.outputs], written(node)
     words = _arguments(node, names)
@@ -216,7 +219,7 @@ def _statement(graph: Graph, node: Node, names: dict[Ref, str], *, returned: boo
     # Non-breaking spaces keep each argument in one piece.
     body = ", ".join(word.replace(" ", "\xa0") for word in words) + ")"
     wrapped = textwrap.wrap(
-        body, WIDTH, initial_indent=opening, subsequent_indent=" " * len(opening), break_long_words=False
+        body, width, initial_indent=opening, subsequent_indent=" " * len(opening), break_long_words=False
     )
     return [line.replace("\xa0", " ") for line in wrapped]
 

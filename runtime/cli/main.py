@@ -14,8 +14,10 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import NamedTuple, TextIO
 
 from penstock import __version__
@@ -184,7 +186,9 @@ def show(argv: Sequence[str]) -> int:
         if traced.evaluation is None:
             raise CommandError(f"{traced.name} has no evaluation; give it one with @program(evaluation=…)")
         graph = traced.evaluation
-    formats = {"text": text, "mermaid": mermaid, "svg": svg, "json": dumps}
+    # Files and pipes have lines of any length.
+    columns = get_terminal_size().columns if sys.stdout.isatty() and not flags.out else None
+    formats = {"text": partial(text, columns=columns), "mermaid": mermaid, "svg": svg, "json": dumps}
     shown = formats["json" if flags.json else flags.format](graph)
     if flags.out:
         write_atomic(Path(flags.out), shown.encode(errors="backslashreplace"), "--out FILE")

@@ -82,6 +82,19 @@ def test_an_error_is_wrapped_for_a_terminal_and_for_a_program_it_is_not(
     assert max(map(len, wrapped.splitlines())) <= 60 < max(map(len, whole.splitlines()))
 
 
+@pytest.mark.parametrize("name", ["tool_use", "rlhf", "vineppo", "online_dpo"])
+def test_a_program_is_shown_in_the_width_of_a_terminal_and_whole(
+    name: str, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = say("show", name)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    fitting = say("show", name)
+    assert max(map(len, fitting.splitlines())) <= 100
+    # Comments may stand above their lines.
+    assert sorted(fitting.split()) == sorted(whole.split())
+
+
 def test_no_verb_shows_them_all(say: Say, capsys: Output) -> None:
     shown = say("--help")
     assert all(f"  {verb}" in shown for verb in VERBS)
