@@ -1,6 +1,7 @@
 """Programs of fake nodes, one for each construct of the language, in a file as a user would write it."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -27,6 +28,8 @@ from penstock.graph.types import Advantages, BatchPart, Prompts, TokenAdvantages
 from penstock.nodes.carried import carried
 from penstock.nodes.fake import FakePolicy, FakePrompts, fake_environment, fake_generate, fake_score, fake_update
 from penstock.nodes.generate import converse
+from penstock.nodes.learn.losses import aipo
+from penstock.nodes.learn.update import Term, term
 
 # A filter -------------------------------------------------------------------------------------------------
 
@@ -689,6 +692,18 @@ def divides_by_zero(
     rollouts = fake_generate(prompts, broadcast(policy))
     advantage = over_zero(rollouts, fake_score(rollouts), by_token=by_token, wide=wide)
     return diverges(policy, rollouts, advantage)
+
+
+@node(pool="trainer", clock="update")
+def diverges_beside(policy: FakePolicy, rollouts: Rollouts, beside: Sequence[Term] = ()) -> FakePolicy:
+    raise FloatingPointError("given a gradient of norm nan")
+
+
+@program
+def divides_by_zero_beside(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    rollouts = fake_generate(prompts, broadcast(policy))
+    advantage = over_zero(rollouts, fake_score(rollouts))
+    return diverges_beside(policy, rollouts, [term(rollouts, loss=aipo), term(rollouts, advantage, loss=aipo)])
 
 
 @node(pool="scorer")

@@ -477,6 +477,11 @@ def test_an_advantage_that_makes_a_gradient_nan_is_told_with_its_node_group_and_
     assert "over_zero made an advantage of nan for group 1, row 2; 1 of 12 rows have such ones" in error
 
 
+def test_an_advantage_of_a_term_that_is_nan_is_told_with_its_group_and_row(tmp_path: Path) -> None:
+    error = failed(tmp_path, "divides_by_zero_beside")["error"]
+    assert "term_2 was given an advantage of nan for group 1, row 2; 1 of 12 rows have such ones" in error
+
+
 def test_advantages_that_cannot_be_looked_through_do_not_hide_the_error(tmp_path: Path) -> None:
     error = failed(tmp_path, "divides_by_zero", by_token=True, wide=True)["error"]
     assert error.rstrip().endswith("given a gradient of norm nan")

@@ -456,9 +456,12 @@ def _not_finite(node: Node, inputs: Mapping[str, Any]) -> Iterator[str]:
     rollouts = next((value for value in inputs.values() if isinstance(value, Rollouts)), None)
     for made in node.inputs:
         value = inputs.get(made.name)
-        if rollouts is None or not isinstance(value, Advantages) or len(value) != len(rollouts):
+        # A term of a loss is rollouts with their advantages.
+        is_term = isinstance(value, Rollouts) and hasattr(value, "values_N")
+        rows_of = value if is_term else rollouts
+        if rows_of is None or not (is_term or (isinstance(value, Advantages) and len(value) == len(rows_of))):
             continue
-        values, sampled_NT = value.values_N * 1.0, rollouts.sampled_NT
+        values, sampled_NT = value.values_N * 1.0, rows_of.sampled_NT
         wrong = ~(values - values == 0)  # in any array library
         wrong = wrong & (sampled_NT if values.ndim > 1 else sampled_NT.any(1))
         rows = (wrong.any(1) if values.ndim > 1 else wrong).tolist()
@@ -466,7 +469,8 @@ def _not_finite(node: Node, inputs: Mapping[str, Any]) -> Iterator[str]:
             row = rows.index(True)
             found = values[row][wrong[row]].tolist()[0] if values.ndim > 1 else values[row].item()
             count = f"{rows.count(True)} of {len(rows)} rows have such ones"
-            yield f"{made.ref.node} made an advantage of {found} for {rollouts.place(row)}; {count}"
+            verb = "was given" if is_term else "made"
+            yield f"{made.ref.node} {verb} an advantage of {found} for {rows_of.place(row)}; {count}"
 
 
 def _done_talking(node: Node, outputs: Mapping[str, Any]) -> bool:
