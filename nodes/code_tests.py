@@ -27,6 +27,8 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _FAILS = "raise AssertionError"
 # Builtins that find functions by their names.
 _LOOKING = {"globals", "locals", "vars"}
+# What raises, or tells, the failures of a class of unittest.
+_RAISING = {"debug", "wasSuccessful", "failures", "errors"}
 # Where a line begins, after the marks of lists and quotes.
 _BEGINS = r"^[ \t>*+\-\d.)]*"
 # A block of Markdown, and its language. Its fence begins a line; a block of Python may also open within a line of
@@ -74,12 +76,18 @@ def read_tests(answer: str) -> Tests:
             tree = ast.parse(answer)
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"given tests that are no Python ({error}), needed {needed}") from None
+        for part in ast.walk(tree):
+            if isinstance(part, ast.Assert) and isinstance(part.test, ast.Tuple) and part.test.elts:
+                given = f"an assert that is always true, of a tuple, {ast.unparse(part)!r:.200}"
+                raise ValueError(f"given {given}, needed {needed}") from None
         if uncalled := _uncalled(tree):
-            kind, call = "function", f"{uncalled.name}(…)"
+            kind, call = "function that nothing calls", f"{uncalled.name}(…)"
             if isinstance(uncalled, ast.ClassDef):
                 runner = "unittest.defaultTestLoader.loadTestsFromTestCase"
-                kind, call = "class", f"{runner}({uncalled.name}).debug()" if uncalled.bases else f"{call}.test(…)"
-            given = f"tests in a {kind} that nothing calls, such as {call} behind it would"
+                kind, call = "class that nothing calls", f"{call}.test(…)"
+                if uncalled.bases:
+                    kind, call = "class whose failures nothing raises", f"{runner}({uncalled.name}).debug()"
+            given = f"tests in a {kind}, as {call} behind it would"
             raise ValueError(f"given {given}, needed {needed}") from None
         if not any(isinstance(part, _TESTING) for part in _run_at_once(tree.body)):
             given = f"tests without an assert or a call that is run, {answer!r:.200}"
@@ -99,13 +107,29 @@ def read_tests(answer: str) -> Tests:
 
 
 def _uncalled(tree: ast.Module) -> _Definition | None:
-    """The first function or class with an assert that the code never names, as in HumanEval, pytest and unittest,
-    whose runners call it; None if there is none, or if the code may look up its functions by name."""
-    used = {part.id for part in ast.walk(tree) if isinstance(part, ast.Name)}
-    if used & _LOOKING:
+    """The first function or class with an assert that does not come to the tests' end, as in HumanEval, pytest and
+    unittest, whose runners call it; None if there is none, or if the code may look up its functions by name.
+
+    The code never names it, and it is no helper beside an assert that is run; or it is a class of unittest, whose
+    failures are only collected unless the code also names one of its methods, or what `_RAISING` has.
+    """
+    names = {part.id for part in ast.walk(tree) if isinstance(part, ast.Name)}
+    if names & _LOOKING:
         return None
-    unused = [part for part in tree.body if isinstance(part, _Definition) and part.name not in used]
-    return next((one for one in unused if any(map(_asserts, ast.walk(one)))), None)
+    for one in tree.body:
+        if not (isinstance(one, _Definition) and any(map(_asserts, ast.walk(one)))):
+            continue
+        if one.name not in names:
+            # A helper, which tests of other prompts call, is none of pytest's or unittest's.
+            helper = isinstance(one, _FUNCTION) and not one.name.startswith("test")
+            if not (helper and any(isinstance(part, ast.Assert) for part in _run_at_once(tree.body))):
+                return one
+        elif isinstance(one, ast.ClassDef) and one.bases:
+            methods = {part.name for part in one.body if isinstance(part, _FUNCTION)}
+            outside = [part for other in tree.body if other is not one for part in ast.walk(other)]
+            if not {part.attr for part in outside if isinstance(part, ast.Attribute)} & (_RAISING | methods):
+                return one
+    return None
 
 
 def _asserts(part: ast.AST) -> bool:

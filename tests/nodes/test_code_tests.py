@@ -211,6 +211,13 @@ def test_code_without_an_end_has_failed() -> None:
         CASE,
         "import random\nrandom.seed(0)\n" + CASE,
         CASE + "unittest.main()",
+        CASE + f"add(1, 2)\nunittest.TextTestRunner().run({LOADED})",
+        CASE + f"assert callable(add)\nunittest.TextTestRunner().run({LOADED})",
+        CASE + f"unittest.TextTestRunner().run({LOADED})",
+        CASE + ASSERTS,
+        ASSERTS + "\ndef test_more():\n    assert add(0, 0) == 0",
+        "assert (add(1, 2) == 3, 'of positive numbers')",
+        ASSERTS + "\ndef check():\n    assert (add(0, 0) == 0, 'of nothing')\ncheck()",
         "print()\nclass Test:\n    def test(self):\n        assert add(1, 2) == 3",
         "if __name__ == '__main__':\n    assert add(1, 2) == 3",
         "check = lambda: add(1, 2) or 1 / 0",
@@ -235,8 +242,14 @@ def test_a_function_of_tests_is_called() -> None:
         assert (graded(ADD, check + call), graded(ADD.replace("+", "-"), check + call)) == (1.0, 0.0)
 
 
+def test_a_helper_that_nothing_calls_may_stand_beside_tests() -> None:
+    tests = f"def same(a, b):\n    assert a == b\n{ASSERTS}"
+    assert (graded(ADD, tests), graded(ADD.replace("+", "-"), tests)) == (1.0, 0.0)
+
+
 @pytest.mark.parametrize(
-    "call", [f"{LOADED}.debug()", f"assert unittest.TextTestRunner().run({LOADED}).wasSuccessful()"]
+    "call",
+    ["Test('test').test()", f"{LOADED}.debug()", f"assert unittest.TextTestRunner().run({LOADED}).wasSuccessful()"],
 )
 def test_a_class_of_tests_is_run(call: str) -> None:
     assert (graded(ADD, CASE + call), graded(ADD.replace("+", "-"), CASE + call)) == (1.0, 0.0)
@@ -247,7 +260,6 @@ def test_a_class_of_tests_is_run(call: str) -> None:
     [
         "assert True",
         "try:\n    assert add(1, 2) == 3\nexcept Exception:\n    pass",
-        f"{CASE}unittest.TextTestRunner().run({LOADED})",
         "async def test():\n    assert add(1, 2) == 3\ntest()",
     ],
 )
