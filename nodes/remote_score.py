@@ -59,11 +59,7 @@ class RemoteScorer:
     may take `deadline` seconds, and is retried `retries` times."""
 
     def __init__(self, by: RemoteRule, concurrency: int, deadline: float, retries: int) -> None:
-        # So that the thread of an overdue call ends soon: until then there is one more than `concurrency`.
-        given = by.keywords if isinstance(by, functools.partial) else {}
-        free = "timeout" in inspect.signature(by).parameters and "timeout" not in given
-        bound: dict[str, Any] = {"timeout": deadline} if free else {}
-        self.by: RemoteRule = functools.partial(by, **bound)
+        self.by = _timed(by, deadline)
         self.concurrency, self.deadline, self.retries = concurrency, deadline, retries
         self.groups: dict[Future[tuple[Rewards, Metrics]], Any] = {}
         self.rows: dict[asyncio.Task[Any], tuple[Rollouts, int]] = {}
@@ -194,6 +190,20 @@ class RemoteScorer:
         return await answer
 
 
+def _timed(by: RemoteRule, deadline: float) -> RemoteRule:
+    """The function with its option `timeout`, if it has one that is not bound: its own default, at most `deadline`."""
+    # So that the thread of an overdue call ends soon: until then there is one more than `concurrency`.
+    try:
+        option = inspect.signature(by).parameters.get("timeout")
+    except ValueError:  # a builtin without a signature
+        return by
+    if option is None or (isinstance(by, functools.partial) and "timeout" in by.keywords):
+        return by
+    own = option.default if isinstance(option.default, int | float) else deadline
+    bound: dict[str, Any] = {"timeout": min(own, deadline)}
+    return functools.partial(by, **bound)
+
+
 def _outcome(group: Future[tuple[Rewards, Metrics]]) -> Any:
     return group.exception() or group.result()
 
@@ -219,7 +229,8 @@ def remote_score(
     number, or does not end within `deadline` seconds is retried `retries` times, with pauses that double from
     `PAUSE_S`, or as long as a `RetryLater` says. If all tries fail, so does the group: ScoreError names it and the row,
     and the run's `--retries` and `--on-failure` say what follows. The wait for a place among the `concurrency` calls
-    does not count. A function's option `timeout`, if it is not bound, is the deadline.
+    does not count. A function's option `timeout`, if it is not bound, is its own default, at most the
+    deadline.
 
         rewards = remote_score(rollouts, by=partial(http_reward, url="http://judge:8000/reward"), deadline=20.0)
 
@@ -255,14 +266,14 @@ class _Stays(urllib.request.HTTPRedirectHandler):
 
 @requires(web_address, positive("timeout"))
 def http_reward(
-    prompt: str, response: str, answer: str, *, url: str, token_variable: str = "", timeout: float = 60.0
+    prompt: str, response: str, answer: str, *, url: str, token_variable: str = "", timeout: float | None = None
 ) -> float:
     """The number that a server answers with: `{"reward": 0.5}`, or `0.5`.
 
     The server gets a POST with the JSON object of `prompt`, `response` and `answer`, and the token in the environment
     variable `token_variable`, if that is given, as `Authorization: Bearer`. Raises for another status than 200, and for
     another answer; `RetryLater` if the server says when to ask again (Retry-After, in seconds). `timeout` is in
-    seconds, for each step of the connection.
+    seconds, for each step of the connection: by default the deadline of `remote_score`, elsewhere a minute.
     """
     if lack := _url_lack(url):
         raise ValueError(f"http_reward: url: given {lack[0]}, needed {lack[1]}")
@@ -274,7 +285,7 @@ def http_reward(
     asked = json.dumps({"prompt": prompt, "response": response, "answer": answer}).encode()
     request = urllib.request.Request(url, asked, headers, method="POST")
     try:
-        with urllib.request.build_opener(_Stays).open(request, timeout=timeout) as reply:
+        with urllib.request.build_opener(_Stays).open(request, timeout=timeout or 60.0) as reply:
             status, said, later = reply.status, reply.read(MOST_BYTES), ""
             # The connection broke, or the text is too long: its beginning may be another number, such as 1 of 12.5.
             if reply.length:

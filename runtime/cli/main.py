@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from io import TextIOWrapper
@@ -177,6 +177,7 @@ def show(argv: Sequence[str]) -> int:
     """`penstock show PROGRAM`: the graph, as text, Mermaid, SVG or JSON."""
     # The modules that draw the graph are imported while the child traces.
     traced = trace_program("show", argv, ("penstock.graph.show", "penstock.graph.svg"))
+    from penstock.graph.ir import Graph
     from penstock.graph.show import dumps, mermaid, text
     from penstock.graph.svg import svg
     from penstock.runtime.record.folder import write_atomic
@@ -188,7 +189,12 @@ def show(argv: Sequence[str]) -> int:
         graph = traced.evaluation
     # Files and pipes have lines of any length.
     columns = get_terminal_size().columns if sys.stdout.isatty() and not flags.out else None
-    formats = {"text": partial(text, columns=columns), "mermaid": mermaid, "svg": svg, "json": dumps}
+    formats: dict[str, Callable[[Graph], str]] = {
+        "text": partial(text, columns=columns),
+        "mermaid": mermaid,
+        "svg": svg,
+        "json": dumps,
+    }
     shown = formats["json" if flags.json else flags.format](graph)
     if flags.out:
         write_atomic(Path(flags.out), shown.encode(errors="backslashreplace"), "--out FILE")

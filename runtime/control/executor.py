@@ -455,7 +455,7 @@ def _not_finite(node: Node, inputs: Mapping[str, Any]) -> Iterator[str]:
     node that made it, the first such row and its group."""
     rollouts = next((value for value in inputs.values() if isinstance(value, Rollouts)), None)
     for made in node.inputs:
-        value = inputs.get(made.name)
+        value: Any = inputs.get(made.name)
         # A term of a loss is rollouts with their advantages.
         is_term = isinstance(value, Rollouts) and hasattr(value, "values_N")
         rows_of = value if is_term else rollouts
