@@ -1,7 +1,7 @@
 """One agent per host: starts the ranks that the controller asks for, and reports their ends. No rank outlives it.
 
 The launcher starts `python -m penstock.runtime.control.agent JOIN_FILE`; on another host it is `penstock agent`. With
-`--early SOCKET MODULE…` it is started before the run (see `early`), and so is the child that fork_server ranks.
+`--early SOCKET MODULE…` it is started before the run (see `early`), and so is the child that forks ranks.
 
 A cluster manager that takes the host away sends SIGTERM or SIGUSR1, and ends everything some seconds later. The agent
 tells the controller (`Leaving`); the ranks live on until the run has ended or the grace period is over. A second
@@ -17,6 +17,7 @@ stderr in `logs/<pool>-<replica>-<rank>.out` and `.err`, and in its environment
     PENSTOCK_REPLICA, PENSTOCK_RANK, PENSTOCK_RUN, PENSTOCK_PARENT
     PENSTOCK_LIFE      how often the replica has been lost before
     OMP_NUM_THREADS, MKL_NUM_THREADS: the rank's threads
+    GOMP_SPINCOUNT     how long a thread spins before it sleeps (`process.short_spins`)
 """
 
 import json
@@ -60,6 +61,7 @@ from penstock.runtime.control.process import (
     huge_pages,
     keep_newest,
     kill,
+    short_spins,
     start,
     tail,
     taken,
@@ -79,7 +81,7 @@ from penstock.runtime.tensor.shm import SHM, sweep
 LAST_S = 10.0
 # A rank's log that exceeds this many bytes loses its older half: a node may print without end. Seconds between checks.
 LOG_BYTES, LOG_S = 64 << 20, 1.0
-# Libraries that read these at their import would otherwise start threads in the process that fork_server.
+# Libraries that read these at their import would otherwise start threads in the process that forks ranks.
 ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -91,7 +93,7 @@ LEAVE_S = 3.0
 
 @dataclass
 class ForkServer:
-    """A child that fork_server ranks, the socket to it, and the names of its ranks that have not ended. `memory` is the
+    """A child that forks ranks, the socket to it, and the names of its ranks that have not ended. `memory` is the
     in-memory file that the stderr of an early child goes to before there is a log."""
 
     control: socket.socket
@@ -115,7 +117,7 @@ class ForkServer:
                     command,
                     run,
                     python=python,
-                    environment=ALONE | huge_pages(),
+                    environment=ALONE | huge_pages() | short_spins(),
                     stdin=theirs.fileno(),
                     stderr=stderr,
                     passed=() if asks is None else (asks,),
@@ -174,7 +176,7 @@ class Agent:
         self._worker = tuple(worker)
 
     def _opened(self, fork_server: ForkServer) -> ForkServer:
-        """Tell a child that fork_server ranks about the run, and listen to it from now on."""
+        """Tell a child that forks ranks about the run, and listen to it from now on."""
         log = "" if fork_server.memory is None else str(self._log)
         with suppress(ConnectionError):  # `_tell_ended` finds that the child has ended
             fork_server.control.send(json.dumps([self._join.folder, self._join.modules, log]).encode())

@@ -419,6 +419,16 @@ def huge_pages() -> dict[str, str]:
     return {"GLIBC_TUNABLES": ":".join(filter(None, (given, "glibc.malloc.hugetlb=1")))}
 
 
+def short_spins() -> dict[str, str]:
+    """Environment variables that limit how long OpenMP's threads spin while they wait for each other, before they
+    sleep; {} if the user has chosen already."""
+    # An update has a thread for each core while generators have half of the cores (placement). A thread that spins for
+    # milliseconds, as by default, takes the core of the thread that it waits for: an update takes 1.4 times as long
+    # (benchmarks/spinning.py). libgomp itself takes this count if one process has more threads than cores.
+    chosen = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ)
+    return {} if chosen else {"GOMP_SPINCOUNT": "1000"}
+
+
 # Exceptions of a node that count as its failure. SystemExit is one: `sys.exit` would end the run without a reason.
 RAISED = (Exception, SystemExit)
 OWN = ("penstock.", "__main__")

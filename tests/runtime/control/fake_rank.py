@@ -48,7 +48,7 @@ def main() -> None:
         subprocess.Popen(["sleep", "1000"])
     pulse = HeartbeatThread(join, replica, rank).start()
     client = Client(join, "rank", replica, rank)
-    environment = {k: v for k, v in os.environ.items() if k.startswith(("PENSTOCK_", "OMP_", "MKL_", "FAKE_"))}
+    environment = {k: v for k, v in os.environ.items() if k.startswith(("PENSTOCK_", "OMP_", "GOMP_", "MKL_", "FAKE_"))}
     facts = {"parent": os.getppid(), "session": os.getsid(0), "drawn": random.random(), "loaded": LOADED}
     client.send(Note("warning", json.dumps({"environment": environment, "arguments": sys.argv, **facts})))
     client.send(Ready(replica, rank, os.getpid()))

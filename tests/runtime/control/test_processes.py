@@ -117,10 +117,25 @@ def test_an_agent_joins_and_starts_ranks_with_their_name_and_threads(b: Bench) -
         told = json.loads(heard(b, Note).text)
         environment = told["environment"]
         assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "5"
-        assert environment.get("OMP_WAIT_POLICY") == os.environ.get("OMP_WAIT_POLICY")
         assert (b.folder / "logs" / "generator-1-2.err").read_text() == "said by a rank\n"
         said = json.dumps(told) + (Path("/proc") / str(process.pid) / "cmdline").read_text()
         assert b.keys.server.token not in said
+
+
+@pytest.mark.parametrize("chosen", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "5"}], ids=str)
+def test_threads_that_wait_for_each_other_spin_shortly_unless_the_user_has_chosen(
+    b: Bench, monkeypatch: pytest.MonkeyPatch, chosen: dict[str, str]
+) -> None:
+    names = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    with agent(b):
+        heard(b, AgentReady)
+        assert b.server.send("agent:b", Launch("generator/1", 2, 5))
+        environment = json.loads(heard(b, Note).text)["environment"]
+        assert {name: environment[name] for name in names & set(environment)} == (chosen or {"GOMP_SPINCOUNT": "1000"})
 
 
 def test_no_segment_outlives_an_agent_nor_one_that_was_killed_before_it(b: Bench) -> None:
