@@ -423,7 +423,7 @@ def short_spins() -> dict[str, str]:
     """Environment variables that limit how long OpenMP's threads spin while they wait for each other, before they
     sleep; {} if the user has chosen already."""
     # An update has a thread for each core while generators have half of the cores (placement). A thread that spins for
-    # milliseconds, as by default, takes the core of the thread that it waits for: an update takes 1.4 times as long
+    # milliseconds, as by default, takes the core of the thread that it waits for: an update takes 1.3 times as long
     # (benchmarks/spinning.py). libgomp itself takes this count if one process has more threads than cores.
     chosen = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ)
     return {} if chosen else {"GOMP_SPINCOUNT": "1000"}
