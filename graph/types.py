@@ -681,10 +681,6 @@ class Advantages(Batchable):
 
     values_N: Array
 
-    def at(self, sequence_P: Array, step_P: Array) -> Array:
-        """The advantage of each token, float [P]: token `step_P` of response `sequence_P`."""
-        return self.values_N[sequence_P]
-
     def lack(self) -> str:
         """A message if `values_N` has neither one number per response nor one per token; else "". The numbers need not
         be finite: those of tokens that no policy sampled may be anything."""
@@ -699,9 +695,6 @@ class TokenAdvantages(Advantages):
     Attributes:
         values_N: float [N, T], 0 past a response's end.
     """
-
-    def at(self, sequence_P: Array, step_P: Array) -> Array:
-        return self.values_N[sequence_P, step_P]
 
 
 @dataclass
