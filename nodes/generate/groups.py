@@ -19,6 +19,8 @@ from penstock.nodes.model import ModelError
 from penstock.nodes.open_model import about_adapters, weights_spec
 
 CUT = ", cut to a part of the vocabulary"
+# After this many responses the user is warned if more than half of them have reached the limit of tokens.
+FIRST_RESPONSES = 64
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class GroupStream(ABC):
         self.queue: deque[Holder] = deque()
         self.settled: list[SampledGroup] = []
         self.warned = False
+        self.responses = self.unfinished = 0
         self.behaviour = Weights(-1, {})
         self.prepare()
 
@@ -184,7 +187,17 @@ class GroupStream(ABC):
         rollouts = group.rollouts(self.tokenizer, self.sampler)
         if any(row.paused(self.context.max_tokens) for row in group.rows):
             return Paused(rollouts)
+        self._count_unfinished(rollouts)
         return rollouts, {**group.metrics(self.segment), **self.measured(group, rollouts)}
+
+    def _count_unfinished(self, rollouts: Rollouts) -> None:
+        """Warn once if most of the first responses were cut."""
+        before, self.responses = self.responses, self.responses + len(rollouts)
+        self.unfinished += int((~rollouts.finished_N).sum())
+        if before < FIRST_RESPONSES <= self.responses and self.unfinished > self.responses / 2:
+            given = f"{self.unfinished} of the first {self.responses} responses cut at {self.context.max_tokens} tokens"
+            needed = "a --max-tokens at which most end: a response that is cut seldom has an answer to score"
+            warnings.warn(f"{self.context.node}: given {given}, needed {needed}", NodeWarning, stacklevel=2)
 
     @property
     def comparable(self) -> bool:

@@ -1,5 +1,6 @@
 """Responses depend only on weights, prompt, key and number of slots: not on neighbours, their slot, order or timing."""
 
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.graph import Context, Metrics, Prompts, Rewards, Rollouts, Weights
 from penstock.graph.machine import free_memory
 from penstock.graph.node import Paused
-from penstock.graph.types import Replies
+from penstock.graph.types import NodeWarning, Replies
 from penstock.nodes import fake
 from penstock.nodes.fake import FakeEngine, FakePolicy, fake_environment, fake_generate, fake_score, fake_update
 from penstock.nodes.generate import attention, generate, kv_cache, make_engine, sampling
@@ -115,6 +116,19 @@ def test_a_group_is_the_same_bits_whatever_its_neighbours_slots_and_order(contex
         between.submit(ordinal, {"prompts": prompts(ordinal), "behaviour": behaviour})
         results |= dict(between.step())
     assert_equal(results | drain(between), together, range(24))
+
+
+@pytest.mark.parametrize("stop", [False, True], ids=["cut", "ended"])
+def test_most_responses_cut_at_the_limit_are_warned_about_once(context: Context, stop: bool) -> None:
+    """With a stop string for each character, all responses end at their first token."""
+    stops = tuple(TOKENIZER.decode([token]) for token in range(CONFIG.vocab_size)) if stop else ()
+    engine = make_engine(replace(context, max_tokens=1 + stop), samples=8, stop=tuple(filter(None, stops)))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", NodeWarning)
+        run(engine, range(7), weights())
+        assert not told
+        run(engine, range(7, 24), weights())
+    assert len(told) == (0 if stop else 1)
 
 
 @pytest.mark.parametrize("steps", [1, 3, 6])
