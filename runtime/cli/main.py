@@ -5,8 +5,10 @@ Exit status: 0 success, 1 a fault or a failed run, 2 what cannot work as it was 
 if the reader of its output closed the pipe.
 """
 
+import atexit
 import codecs
 import difflib
+import gc
 import importlib
 import json
 import os
@@ -85,6 +87,11 @@ its keyword arguments are flags. Try:
 
 def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        # Nearly all objects of a command are imported modules, which stay: look for garbage among them rarely, and not
+        # at the exit, where it would take a tenth of a second.
+        gc.set_threshold(100_000)
+        atexit.register(gc.freeze)
     _require_streams()
     try:
         # A shell lets processes that it starts in the background ignore Ctrl-C.
