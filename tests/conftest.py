@@ -85,6 +85,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return made
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """For `-m slow`, files that mark no test so are not imported: each worker would take seconds for it."""
+    if config.option.markexpr != "slow" or not collection_path.match("test_*.py"):
+        return None
+    return "mark.slow" not in collection_path.read_text() or None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         place = {name: number for number, name in enumerate(LONGEST)}

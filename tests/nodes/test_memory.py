@@ -1,5 +1,6 @@
 """The planner's memory model has the bytes that a rank of a trainer holds in a step."""
 
+import pkgutil
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,10 @@ import pytest
 from penstock.nodes import trainable
 from penstock.runtime.plan import train_cost
 
-from .memory_cases import agrees
 from .ranked import spawn
+
+# By its path: its file imports torch's tracker, for seconds, which workers without these tests do not need.
+AGREES = "tests.nodes.memory_cases:agrees"
 
 slow = pytest.mark.slow
 
@@ -35,13 +38,13 @@ def test_the_memory_model_says_what_torchs_tracker_counts(
     if mesh:
         # A thread of gloo may still hold a buffer that the rank has freed. But stages need the values that are sent.
         backend = "gloo" if mesh == "pp=2" else "fake"
-        spawn(2, f"{agrees.__module__}:agrees", *case, folder=tmp_path, backend=backend)
+        spawn(2, AGREES, *case, folder=tmp_path, backend=backend)
     else:
-        agrees(0, tmp_path, *case)
+        pkgutil.resolve_name(AGREES)(0, tmp_path, *case)
 
 
 def test_the_memory_model_knows_the_norms_of_branches(tmp_path: Path) -> None:
-    agrees(0, tmp_path, "", "untied", "2", "float32", "0", "gemma3_text")
+    pkgutil.resolve_name(AGREES)(0, tmp_path, "", "untied", "2", "float32", "0", "gemma3_text")
 
 
 def test_the_moments_that_are_on_the_device_at_once_are_those_of_the_memory_model() -> None:

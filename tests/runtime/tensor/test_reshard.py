@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -257,6 +258,7 @@ def test_a_mesh_with_a_name_twice_is_refused() -> None:
 # Plans -------------------------------------------------------------------------------------------------------
 
 
+GENERATORS_405B = ("replica", 64), ("tp", 8)
 LLAMA_405B = ModelConfig(128256, 16384, 53248, 126, 128, 8, 128)
 
 
@@ -442,6 +444,7 @@ def test_a_layout_that_contradicts_itself_is_refused() -> None:
             reshard(layout, layout)
 
 
+@cache
 def llama_405b(*axes: tuple[str, int]) -> Layout:
     mesh = Mesh(axes)
     tensors = [(name, shape, "bfloat16") for name, shape in parameter_shapes(LLAMA_405B).items()]
@@ -453,12 +456,9 @@ def held(layout: Layout, rank: int) -> list[tuple[Region, ...]]:
     return [t.held_by(rank) for t in layout.tensors]
 
 
-GENERATORS_405B = llama_405b(("replica", 64), ("tp", 8))
-
-
 def test_405b_between_512_and_512_ranks_is_balanced_and_small() -> None:
     """FSDP64 × TP8 trainers, and 64 TP8 generators."""
-    src, dst = llama_405b(("fsdp", 64), ("tp", 8)), GENERATORS_405B
+    src, dst = llama_405b(("fsdp", 64), ("tp", 8)), llama_405b(*GENERATORS_405B)
     plan = reshard(src, dst)
     assert len(plan.groups) == 7
     copies = sum(len(lane.destinations) * len(group.names) for group in plan.groups for lane in group.lanes)
@@ -483,7 +483,7 @@ def test_405b_between_512_and_512_ranks_is_balanced_and_small() -> None:
 )
 def test_405b_with_replicated_trainers_is_balanced(axes: tuple[tuple[str, int], ...]) -> None:
     src = llama_405b(*axes)
-    plan = reshard(src, GENERATORS_405B)
+    plan = reshard(src, llama_405b(*GENERATORS_405B))
     # The last of 21 shards is short, so that its holders send less: bound only the maximum.
     assert max(plan.bytes_out) <= 1.01 * sum(plan.bytes_out) / len(plan.bytes_out)
     assert max(plan.bytes_in) == min(plan.bytes_in)
@@ -494,7 +494,7 @@ def test_405b_with_replicated_trainers_is_balanced(axes: tuple[tuple[str, int], 
 def test_405b_in_pipeline_stages_is_balanced_within_each_stage() -> None:
     """A stage with more layers or the embedding sends more; within a stage the ranks share the sending evenly."""
     src = llama_405b(("pp", 16), ("dp_replicate", 2), ("fsdp", 2), ("tp", 8))
-    plan = reshard(src, GENERATORS_405B)
+    plan = reshard(src, llama_405b(*GENERATORS_405B))
     assert max(plan.bytes_in) == min(plan.bytes_in)
     for stage in np.array(plan.bytes_out).reshape(16, 32):
         assert 0.99 * stage.mean() <= stage.min() <= stage.max() <= 1.01 * stage.mean()
