@@ -444,8 +444,9 @@ def optimizer_steps(
         groups.setdefault(ordinal, []).append(row)
     if not (groups or term):
         needed = (
-            "one to learn from; where `cut` finds no prefix in any, none goes on (a prefix of 0 tokens is the prompt)"
+            "one to learn from: a node that takes rows of its groups (`rollouts.take`, `cut`) has taken none of any; "
         )
+        needed += "`keep` behind it drops such groups, and others take their places"
         raise ValueError(f"{context.node}: given a batch without a response, needed {needed}")
     if min(epochs, minibatches) < 1 or (len(groups) < minibatches and not term):
         given = f"epochs={epochs} and minibatches={minibatches} for a batch of {len(groups)} prompt groups"
