@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 from penstock.graph import load
 from penstock.graph.hub import unreachable
 from penstock.graph.types import Context
+from penstock.host import install_command
 from penstock.nodes.tokenizer import Message, conversation
 
 # OWNER/NAME on the Hub, with a configuration and a revision.
@@ -331,9 +332,8 @@ def _chosen(splits: Mapping[str, T], wanted: str, data: str, flag: str) -> tuple
 
 def _library(name: str, data: str) -> Any:
     if find_spec(name.partition(".")[0]) is None:
-        raise DataError(
-            f"{data}: given no package {name.partition('.')[0]!r}, which reads it; needed: pip install 'penstock[data]'"
-        )
+        package = name.partition(".")[0]
+        raise DataError(f"{data}: given no package {package!r}, which reads it; needed: {install_command('data')}")
     return import_module(name)
 
 

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from threading import Lock
 from time import monotonic
 
-from penstock.host import module_command
+from penstock.host import install_command, module_command
 
 # Seconds for one question, and for the child to import the library.
 DEADLINE_S, START_S = 10.0, 120.0
@@ -31,7 +31,7 @@ READY, EQUAL, OTHER, UNREADABLE = b"ready", b"equal", b"other", b"unreadable"
 
 def lack() -> str:
     """What must be installed before answers can be compared; "" if nothing."""
-    return "" if find_spec("math_verify") else "the package math-verify: pip install 'penstock[math]'"
+    return "" if find_spec("math_verify") else f"the package math-verify: {install_command('math')}"
 
 
 class Grader:

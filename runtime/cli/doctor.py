@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.graph.machine import cgroup_limits, free_memory, usable_cores, usable_memory_gib
-from penstock.host import cache_folder
+from penstock.host import cache_folder, install_command
 from penstock.runtime.cli.base_model import PROFILE
 from penstock.runtime.cli.flags import OutputFlags, read_flags
 from penstock.runtime.cli.tracing import CommandError, ask_child
@@ -220,7 +220,7 @@ def check_files() -> Iterator[Finding]:
         yield Finding("cache", given, "lack", follows)
     missing = [name for name in NAMES if lacks(name)]
     present = ", ".join(name for name in NAMES if name not in missing) or "none"
-    follows = f"no --track {', '.join(missing)}: pip install 'penstock[{','.join(missing)}]'"
+    follows = f"no --track {', '.join(missing)}: {install_command(*missing)}"
     yield _judge("trackers", present, len(missing) < len(NAMES), follows)
 
 

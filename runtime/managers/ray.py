@@ -26,7 +26,7 @@ from tempfile import TemporaryFile
 from time import monotonic
 from typing import IO, Any
 
-from penstock.host import module_command
+from penstock.host import install_command, module_command
 from penstock.runtime.control.agents import AgentsError
 from penstock.runtime.control.process import describe_exit, kill, last_text
 
@@ -51,7 +51,7 @@ class RayAgents:
 
     def __init__(self, count: int | None) -> None:
         if find_spec("ray") is None:
-            raise AgentsError("--on ray: the package ray is not installed; needed: pip install 'penstock[ray]'")
+            raise AgentsError(f"--on ray: the package ray is not installed; needed: {install_command('ray')}")
         self._where = os.environ.get(ADDRESS, "")
         self._names: list[str] = []
         self._state, self._over = "", False

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.graph.ir import Firing, Node, label_of
 from penstock.graph.types import Mean, Metrics
+from penstock.host import install_command
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import AppendFile, RunFolder, read_file, write_atomic
 from penstock.runtime.record.timeline import Bar, excerpt, span
@@ -442,5 +443,5 @@ def _figure() -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("figures need matplotlib, which the extra has: pip install 'penstock[figures]'") from error
+        raise ImportError(f"figures need matplotlib: {install_command('figures')}") from error
     return Figure(layout="constrained")

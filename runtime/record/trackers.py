@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from penstock.graph.errors import Fault
+from penstock.host import install_command
 from penstock.runtime.record.folder import make_folder
 
 Name = Literal["tensorboard", "wandb", "trackio", "mlflow"]
@@ -77,8 +78,8 @@ def lacks(name: str) -> Fault | None:
         needed.append("sqlalchemy")
     for package in needed:
         if find_spec(package) is None:
-            given, install = f"no package {package} in {sys.executable}", f"pip install 'penstock[{name}]'"
-            return Fault("missing-module", f"--track {name}", given, install)
+            given = f"no package {package} in {sys.executable}"
+            return Fault("missing-module", f"--track {name}", given, install_command(name))
     return None
 
 

@@ -13,6 +13,12 @@ def module_command(module: str, *words: str | os.PathLike[str]) -> list[str]:
     return [sys.executable, "-P", "-m", module, *(os.fspath(word) for word in words)]
 
 
+def install_command(*extras: str) -> str:
+    """The command that installs optional dependencies, for messages."""
+    names = ",".join(extras)
+    return f"pip install 'penstock[{names}]' (in a checkout '.[{names}]')"
+
+
 class PrivateFolderError(PermissionError, ValueError):
     """A folder that has to be this user's alone is not."""
 
