@@ -23,7 +23,7 @@ import numpy as np
 from penstock.graph.protocols import EXPERT, STAGE, Axes
 from penstock.runtime.cluster.capabilities import CAPABILITIES, DENSE_CACHE, cut_lack
 from penstock.runtime.cluster.cluster import Cluster, Host
-from penstock.runtime.cluster.gpus import Gpu, Precision
+from penstock.runtime.cluster.gpus import BYTES, Gpu, Precision
 from penstock.runtime.plan.collectives import SAFE, Cost
 from penstock.runtime.plan.decode_cost import Generator, generator_memory, rollout_s
 from penstock.runtime.plan.model_shape import Parallel, Shape
@@ -31,9 +31,9 @@ from penstock.runtime.plan.roles import Models, PlanError
 from penstock.runtime.plan.train_cost import Memory, Trainer, beside_memory, host_moments, packed, trainer_memory
 from penstock.runtime.plan.workload import BoolArray, FloatArray, IntArray, Workload
 
-# Copies of a generator's weights: on dedicated GPUs the next version arrives while it decodes with the one before.
-DEDICATED, SHARED = 2, 1
 FEWEST_SLOTS = 8
+# Versions of weights of which a trainer keeps snapshots (`kept_versions` of a run).
+VERSIONS = 2
 # Parts of a step that take n GPUs at least 1 / n of one GPU's time.
 SHARED_OUT = ("products", "attention", "elementwise", "logits")
 
@@ -417,7 +417,7 @@ class LayoutCandidates:
 
         def made(cut: TrainerFamily) -> Iterator[Training]:
             for trainer in cut.layouts():
-                memory = trainer_memory(trainer, self.models.copies)
+                memory = trainer_memory(trainer, self.models.copies, self.snapshots)
                 memory = memory + beside_memory(trainer, colocated) if colocated.count else memory
                 host_bytes = host_moments(trainer) + host_moments(trainer.all_learning()) * critics
                 if memory.bytes > nodes.gpu.memory_bytes or host_bytes > nodes.host_share(gpus):
@@ -502,37 +502,39 @@ class LayoutCandidates:
         passed, steps = (sum(cost.parts[part] for part in SHARED_OUT) * SAFE for cost in costs)
         return passed, steps
 
-    def generators(self, nodes: NodeGroup, sizes: Sequence[int], copies: int, beside: Memory | None) -> GeneratorTable:
-        """All layouts on these numbers of GPUs that fit with `copies` copies of the weights, and the memory `beside`
-        them on each GPU."""
+    def generators(
+        self, nodes: NodeGroup, sizes: Sequence[int], beside: Memory | None, training: Memory | None = None
+    ) -> GeneratorTable:
+        """All layouts on these numbers of GPUs that fit with the memory `beside` them on each GPU. While these GPUs
+        train, `training` must fit beside the generator's weights: only its cache is released."""
         # Memory is linear in the slots: how many fit follows from two points.
-        empty, each = self._row_bytes(nodes, copies)
-        room = nodes.gpu.memory_bytes - (beside.used if beside else 0.0)
-        fits = np.clip((room - empty) // each, 0, self.slots).astype(np.int64)
+        empty, each = self._row_bytes(nodes)
+        memory = nodes.gpu.memory_bytes
+        fits = np.clip((memory - (beside.used if beside else 0.0) - empty) // each, 0, self.slots).astype(np.int64)
+        fits = np.where(empty > memory - (training.used if training else 0.0), 0, fits)
         if self.pins.slots:
             fits = np.where(fits < self.pins.slots, 0, self.pins.slots)
         return self._table(nodes, tuple(sizes), tuple(fits.tolist()))
 
     @property
-    def shared_copies(self) -> int:
-        """Copies of a generator's weights on the trainer's GPUs: two if the next version arrives while it decodes, one
-        if they take turns."""
-        return DEDICATED if self.pins.overlaps else SHARED
+    def snapshots(self) -> float:
+        """The bytes of a weight in the snapshots that generators read."""
+        return VERSIONS * BYTES[self.precision]
 
     def dedicated(self, nodes: NodeGroup) -> GeneratorTable:
         """All layouts of a generator on dedicated GPUs."""
-        return self.generators(nodes, nodes.sizes, DEDICATED, None)
+        return self.generators(nodes, nodes.sizes, None)
 
     def fastest(self, nodes: NodeGroup, shared: bool) -> tuple[FloatArray, ...]:
         """`GeneratorTable.fastest` on at most as many dedicated GPUs; or if `shared` on exactly the trainer's, whatever
         memory the trainer takes there."""
-        table = self.generators(nodes, nodes.sizes, self.shared_copies, None) if shared else self.dedicated(nodes)
+        table = self.generators(nodes, nodes.sizes, None) if shared else self.dedicated(nodes)
         return table.fastest(nodes, or_fewer=not shared)
 
-    def generating(self, nodes: NodeGroup, table: GeneratorTable, row: int, copies: int) -> Generating:
+    def generating(self, nodes: NodeGroup, table: GeneratorTable, row: int) -> Generating:
         """The layout in a table's row, with its memory."""
         generator = self._generator(nodes, table, row)
-        memory = generator_memory(generator, self.context, copies)
+        memory = generator_memory(generator, self.context)
         return Generating(generator, int(table.replicas[row]), memory)
 
     def simulate(self, nodes: NodeGroup, table: GeneratorTable, row: int) -> None:
@@ -568,10 +570,10 @@ class LayoutCandidates:
             if cut_lack("generator", shape, mesh.axes) is None
         ]
 
-    def _row_bytes(self, nodes: NodeGroup, copies: int) -> tuple[FloatArray, FloatArray]:
+    def _row_bytes(self, nodes: NodeGroup) -> tuple[FloatArray, FloatArray]:
         """[bases] each: the bytes of a rank without slots, and of each slot."""
         empty, one = (
-            np.array([generator_memory(replace(b, slots=n), self.context, copies).bytes for b in self.bases(nodes)])
+            np.array([generator_memory(replace(b, slots=n), self.context).bytes for b in self.bases(nodes)])
             for n in (0, 1)
         )
         return empty, one - empty

@@ -21,7 +21,6 @@ from penstock.runtime.cluster.placement import spelled
 from penstock.runtime.plan.candidates import (
     FEWEST_SLOTS,
     RESORTS,
-    SHARED,
     LayoutCandidates,
     NodeGroup,
     Pins,
@@ -101,7 +100,7 @@ def refuse(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
     if len(lines) > 1:
         return PlanError("\n".join(lines))
     alone = [n for i in node_groups for n in i.sizes if candidates.trainers(i, n, Models(0)).at(0)]
-    tables = [(i, candidates.generators(i, i.sizes, SHARED, None)) for i in node_groups]
+    tables = [(i, candidates.generators(i, i.sizes, None)) for i in node_groups]
     decoding = [n for i, table in tables for n in i.sizes if n in table.gpus]
     if not (alone and decoding):
         most = candidates.work.responses
@@ -221,16 +220,16 @@ def _trainers(candidates: LayoutCandidates, nodes: NodeGroup) -> Iterator[Needs]
                     recompute=max(candidates.recomputes), zero3=mesh.fsdp > 1, cp=cp,
                     host_state=on_host,
                 )  # fmt: skip
-                memory = trainer_memory(trainer, candidates.models.copies)
+                memory = trainer_memory(trainer, candidates.models.copies, candidates.snapshots)
                 held = host_moments(trainer) * min(gpus, nodes.each) if nodes.host_bytes < inf else 0.0
                 yield Needs(memory, mesh, held)
 
 
 def _generators(candidates: LayoutCandidates, nodes: NodeGroup) -> Iterator[Needs]:
-    """A generator's needs, with few slots and one copy of the weights, as on the trainer's GPUs."""
+    """A generator's needs, with few slots."""
     for base in candidates.bases(nodes):
         few = replace(base, slots=min(FEWEST_SLOTS, candidates.slots))
-        yield Needs(generator_memory(few, candidates.context, SHARED), base.mesh)
+        yield Needs(generator_memory(few, candidates.context), base.mesh)
 
 
 def _any_fits(layouts: Layouts, nodes: NodeGroup) -> bool:

@@ -38,7 +38,6 @@ import numpy as np
 
 from penstock.graph.analysis import Bound
 from penstock.runtime.plan.candidates import (
-    DEDICATED,
     FastestFirst,
     Generating,
     GeneratorTable,
@@ -55,7 +54,7 @@ from penstock.runtime.plan.workload import BoolArray, FloatArray, IntArray
 # Seconds beyond its deadline that a search without a plan has to find one.
 GRACE = 5.0
 # The memory parts that a trainer keeps on GPUs that decode, while its moments are on the host.
-STAY = ("weights", "frozen model", "critic weights", "copies")
+STAY = ("weights", "frozen model", "critic weights", "copies", "snapshots")
 # The switch cost of GPUs with one role.
 NO_SWITCH = Cost({"to the host": 0.0, "from the host": 0.0})
 # Pools that share dedicated GPUs.
@@ -497,7 +496,7 @@ class Search:
             lower = self._fastest_period(part.decodes, False, train.seconds, _dedicated_s(part), most)
         else:
             trainer = part.allocations[0]
-            table = self.candidates.generators(trainer.nodes, (trainer.gpus,), self.candidates.shared_copies, None)
+            table = self.candidates.generators(trainer.nodes, (trainer.gpus,), None)
             lower = self._period(True, self._times(part, train, table, slice(None))).min(initial=inf)
         self._push(found, float(lower))
 
@@ -513,13 +512,13 @@ class Search:
         trainer, parts = part.allocations[0], train.memory.parts
         stays = Memory({name: parts[name] for name in STAY if name in parts})
         moments = parts["moments"] + parts.get("critic moments", 0.0)
-        pins, copies = self.candidates.pins, self.candidates.shared_copies
+        pins = self.candidates.pins
         for moved, beside in ((None, train.memory), (moments, stays)):
             offloads = moved is not None
             # If both roles work at the same time, the moments cannot leave.
             if (offloads and pins.overlaps) or (pins.offload is not None and pins.offload != offloads):
                 continue
-            table = self.candidates.generators(trainer.nodes, (trainer.gpus,), copies, beside)
+            table = self.candidates.generators(trainer.nodes, (trainer.gpus,), beside, train.memory)
             self._push_decoding(part._replace(moved=moved), train, table, np.arange(len(table.gpus)))
         self._push_trained(part._replace(ordinal=part.ordinal + 1))
 
@@ -561,8 +560,7 @@ class Search:
     def _solution(self, part: PartialPlan, train: Training, table: GeneratorTable, split: GpuSplit) -> Solution:
         """The whole plan with the first row; its sync follows from the resharding plan."""
         row, lag, prompts = int(part.rows[0]), self.candidates.lag, self.candidates.work.prompts
-        copies = self.candidates.shared_copies if split.shared else DEDICATED
-        decode = self.candidates.generating(split.decodes.nodes, table, row, copies)
+        decode = self.candidates.generating(split.decodes.nodes, table, row)
         generator, hosts = decode.generator, split.hosts() or [(), ()]
         num_hosts = len({*hosts[0], *hosts[1]})
         sync = sync_cost(

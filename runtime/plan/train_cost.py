@@ -384,17 +384,18 @@ class Memory:
         return ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts if size >= 0.05e9)
 
 
-def trainer_memory(trainer: Trainer, copies: int = 0) -> Memory:
+def trainer_memory(trainer: Trainer, copies: int = 0, snapshots: float = 0.0) -> Memory:
     """The memory of a rank of the stage that needs most. Each stage keeps activations of as many micro-batches as there
     are stages from it to the last one (1F1B). `copies` copies follow the policy: each has a float32 shard, and, unless
-    computation gathers that, weights in the run's format."""
+    computation gathers that, weights in the run's format. `snapshots` are the bytes of a weight in all versions that
+    are kept for receivers."""
     # Of equal stages the first one keeps most.
     first = {stage: place for place, stage in reversed(list(enumerate(trainer.stages)))}
-    every = (memory for place in first.values() for memory in step_memory(trainer, place, copies).values())
+    every = (memory for place in first.values() for memory in step_memory(trainer, place, copies, snapshots).values())
     return max(every, key=lambda memory: memory.bytes)
 
 
-def step_memory(trainer: Trainer, place: int, copies: int = 0) -> Mapping[str, Memory]:
+def step_memory(trainer: Trainer, place: int, copies: int = 0, snapshots: float = 0.0) -> Mapping[str, Memory]:
     """The memory of a rank of stage `place` (0, 1, …) at these times in a step: the look-up of words, the head's
     forward and backward pass, the reduction of its gradient, a layer's backward pass, and the reduction of the
     embedding's gradient."""
@@ -422,6 +423,7 @@ def step_memory(trainer: Trainer, place: int, copies: int = 0) -> Mapping[str, M
         "moments": copied * shard * learns + (0.0 if trainer.host_state else adam),
         "moments in a step": bucket,
         "copies": ((0 if masters else size) * kept + (4 if masters or copied else 0) * shard) * copies,
+        "snapshots": snapshots * shard * learns,
         "reserved": RESERVED,
     }
     tokens, width = trainer.micro_tokens / trainer.cp, shape.hidden

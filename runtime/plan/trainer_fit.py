@@ -17,10 +17,10 @@ import numpy as np
 from penstock.graph.machine import usable_memory_gib
 from penstock.runtime.cluster.capabilities import OptimizerState, Recompute
 from penstock.runtime.cluster.cluster import Cluster, ClusterError
-from penstock.runtime.cluster.gpus import Gpu, Precision, gpu_like
+from penstock.runtime.cluster.gpus import BYTES, Gpu, Precision, gpu_like
 from penstock.runtime.cluster.placement import Pool, Rank, Replica, decodes
 from penstock.runtime.control.run_config import RunConfig, RunOptions
-from penstock.runtime.plan.candidates import DEDICATED, SHARED, micro_tokens
+from penstock.runtime.plan.candidates import micro_tokens
 from penstock.runtime.plan.decode_cost import Generator, generator_memory
 from penstock.runtime.plan.infeasible import HOST_MEMORY, NO_FIT
 from penstock.runtime.plan.model_shape import Parallel, Shape, ShapeError, read_shape
@@ -46,17 +46,18 @@ ROUNDS = 4
 
 @dataclass(frozen=True)
 class TrainerRank:
-    """A trainer's rank: the layout, the bytes of its GPU that it may use, how many copies follow the policy, the models
-    on the same GPU, and the host of each rank."""
+    """A trainer's rank: the layout, the bytes of its GPU that it may use, how many copies follow the policy, the bytes
+    of a weight in its snapshots, the models on the same GPU, and the host of each rank."""
 
     trainer: Trainer
     room: float
     copies: int = 0
+    snapshots: float = 0.0
     colocated: Models = Models(0)  # noqa: RUF009 - frozen
     hosts: Sequence[str] = ()
 
     def memory(self, trainer: Trainer) -> Memory:
-        own = trainer_memory(trainer, self.copies)
+        own = trainer_memory(trainer, self.copies, self.snapshots)
         return own + beside_memory(trainer, self.colocated) if self.colocated.count else own
 
 
@@ -213,17 +214,18 @@ class _Run:
             return None
         colocated = Models(len(held - self.learning - self.copies), len(held & self.learning) - 1)
         hosts = [rank.host for rank in pool.replicas[0].ranks]
-        return TrainerRank(self._trainer(pool, gpu), gpu.memory_bytes, len(held & self.copies), colocated, hosts)
+        channels = [each for each in self.config.channels().values() if each.carried in held]
+        sent = self.config.kept_versions * sum(BYTES[each.precision or self._precision] for each in channels)
+        return TrainerRank(self._trainer(pool, gpu), gpu.memory_bytes, len(held & self.copies), sent, colocated, hosts)
 
     def aside(self, pool: Pool, gpu: Gpu) -> Memory:
         """The memory that a rank of `pool` takes beside a trainer: a generator's, or that of other models."""
         graph, flags, held = self.config.graph, self.config.flags, self.names.intersection(pool.holds)
         if any(node.name in pool.holds and decodes(graph, node) for node in graph.nodes):
             turns, replica = self.config.offload != "off", pool.replicas[0]
-            copies = SHARED if turns else DEDICATED
             narrow = next((cast(Precision, node.precision) for node in graph.nodes if node.precision), None)
             # A CPU has a second copy, in the order in which its products read it: `pack` in nodes/model/kernels.py.
-            copies += replica.ranks[0].device == "cpu" and not narrow and not flags.invariant
+            copies = 2 + (replica.ranks[0].device == "cpu" and not narrow and not flags.invariant)
             generator = Generator(
                 self._policy(self.learning), gpu, _parallel(replica), 0 if turns else flags.slots,
                 narrow or self._precision, cache=self._precision,

@@ -295,6 +295,15 @@ def test_a_generators_cache_is_a_token_of_every_layer_for_each_slot() -> None:
         assert generator_memory(Generator(SHAPES[name], H100, Parallel(tp=8), 1), 1).parts["cache"] == width * 2
 
 
+def test_a_trainer_keeps_two_versions_of_the_weights_that_it_sends() -> None:
+    """Until receivers have read the one, the next one is made (`WeightPublisher`)."""
+    for trainer, shard in ((ALONE, LLAMA.parameters), (TRAINER, LLAMA.parameters / TRAINER.mesh.fsdp)):
+        sending, alone = trainer_memory(trainer, snapshots=4.0), trainer_memory(trainer)
+        assert sending.parts["snapshots"] == pytest.approx(2 * 2 * shard)
+        assert sending.bytes - alone.bytes == pytest.approx(2 * 2 * shard)
+    assert not trainer_memory(replace(TRAINER, frozen=True), snapshots=4.0).parts["snapshots"]
+
+
 def test_roles_that_share_a_gpu_add_up_and_reserve_once() -> None:
     own, other = trainer_memory(TRAINER), generator_memory(GENERATOR, 1000)
     assert (own + other).bytes == pytest.approx(own.bytes + other.bytes - RESERVED)

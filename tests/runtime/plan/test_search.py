@@ -22,8 +22,6 @@ from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.cluster.placement import place_as, read_meshes
 from penstock.runtime.plan import search
 from penstock.runtime.plan.candidates import (
-    DEDICATED,
-    SHARED,
     FastestFirst,
     Generating,
     LayoutCandidates,
@@ -135,15 +133,19 @@ def _decoders(
     """Yield every generator with its seconds (steady state, a rollout, and what it adds to a concurrent rollout) and
     the bytes of moments that are on the host while it decodes."""
     nodes, parts = split.decodes.nodes, train.memory.parts
-    stays = {p: parts[p] for p in ("weights", "frozen model", "critic weights", "copies") if p in parts}
-    moments, copies = parts["moments"] + parts.get("critic moments", 0.0), SHARED if split.shared else DEDICATED
+    stays = {p: parts[p] for p in ("weights", "frozen model", "critic weights", "copies", "snapshots") if p in parts}
+    moments = parts["moments"] + parts.get("critic moments", 0.0)
     for beside, moved in ((train.memory, 0.0), (Memory(stays), moments)) if split.shared else ((None, 0.0),):
-        table = candidates.generators(nodes, (split.decodes.gpus,), copies, beside)
+        table = candidates.generators(nodes, (split.decodes.gpus,), beside)
         for row in range(len(table.gpus)):
+            decode = candidates.generating(nodes, table, row)
+            # The generator's weights, of two versions, stay while these GPUs train; its cache does not.
+            if split.shared and train.memory.bytes + decode.memory.parts["weights"] > nodes.gpu.memory_bytes:
+                continue
             if not table.simulated[row]:
                 candidates.simulate(nodes, table, row)
             seconds = [float(column[row]) for column in (table.steady, table.rollout, table.others)]
-            yield candidates.generating(nodes, table, row, copies), seconds, moved
+            yield decode, seconds, moved
 
 
 def _sync(train: Training, decode: Generating, split: GpuSplit) -> float:
@@ -427,7 +429,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_numbers_and_a_change() -> Non
     assert "trainer (tp 8): given 85.5 GB of memory on each GPU, needed" in trainer
     assert re.search(r"It would fit on \d+ hosts of 8 H100", trainer)
     assert "generator (tp 8): given 85.5 GB" in generator
-    assert "It would fit on 2 hosts of 8 H100" in generator
+    assert "It would fit on 4 hosts of 8 H100" in generator
 
 
 def test_only_what_fits_nowhere_else_has_tensor_parallelism_over_hosts() -> None:
@@ -451,7 +453,7 @@ def _with_memory(cluster: str, gib: float) -> Cluster:
 
 
 def test_moments_lie_on_the_host_only_where_nothing_else_fits_and_their_way_is_paid() -> None:
-    graph, work, one = _graph("aipo"), _work("llama-70b"), read_cluster("1x8xH100")
+    graph, work, one = _graph("aipo"), _work("qwen3-32b"), read_cluster("1x8xH100")
     found, other = plan(graph, one, work), plan(graph, read_cluster("2x8xH100"), work)
     trainer, moved = found.best.training.trainer, found.best.training.steps.parts["moments"]
     assert trainer.host_state
@@ -472,7 +474,7 @@ def test_moments_lie_on_the_host_only_where_nothing_else_fits_and_their_way_is_p
 
 
 def test_a_host_without_the_memory_for_moments_is_refused_by_name() -> None:
-    graph, work = _graph("aipo"), _work("llama-70b")
+    graph, work = _graph("aipo"), _work("qwen3-32b")
     needed = plan(graph, read_cluster("1x8xH100"), work).best.host_bytes["host0"] / 2**30
     enough = plan(graph, _with_memory("1x8xH100", needed + 1), work)
     assert enough.best.host_bytes["host0"] <= (needed + 1) * 2**30
@@ -504,7 +506,9 @@ def test_critics_and_policy_have_one_answer_to_recomputation() -> None:
     """A critic on more GPUs, with room for its activations, recomputes like the policy, which has no such room."""
     work = Workload(SHAPES["qwen3-8b"], 8, 8, Lognormal(300, 0.7, 2560), micro_tokens=2560)
     meshes: dict[str, Axes] = {"trainer": (("fsdp", 2),), "critic": (("fsdp", 4),)}
-    found = plan(_graph("ppo"), read_cluster("1x8xH100"), work, meshes=meshes).best
+    # Room for the snapshots of weights, too.
+    roomy, cluster = GPUS["H100"].model_copy(update={"memory_gib": 95.0}), read_cluster("1x8xH100")
+    found = plan(_graph("ppo"), cluster.model_copy(update={"gpus": {"H100": roomy}}), work, meshes=meshes).best
     (critic,) = found.readings
     assert critic.trainer.recompute == found.training.trainer.recompute == 1.0
     assert trainer_memory(replace(critic.trainer, recompute=0.0)).bytes < GPUS["H100"].memory_bytes
@@ -569,7 +573,7 @@ def _refused(cluster: str, model: str, longest: int = 4096, meshes: dict[str, Ax
 
 
 @pytest.mark.parametrize(
-    ("cluster", "model", "longest"), [("1x8xH100", "llama-70b", 16384), ("1x4xA100", "llama-70b", 4096)]
+    ("cluster", "model", "longest"), [("1x8xH100", "qwen3-32b", 32768), ("1x4xA100", "llama-70b", 4096)]
 )
 def test_so_many_hosts_or_so_short_responses_are_enough_and_one_less_host_is_not(
     cluster: str, model: str, longest: int
@@ -594,12 +598,12 @@ def test_responses_that_are_long_on_the_whole_are_to_be_short_on_the_whole() -> 
         plan(
             _graph("aipo"),
             read_cluster("1x8xH100"),
-            Workload(SHAPES["llama-70b"], 32, 8, Lognormal(20000, 0.7, 131072)),
+            Workload(SHAPES["qwen3-32b"], 32, 8, Lognormal(20000, 0.7, 131072)),
         )
     found = re.search(r"with --max-tokens (\d+) and --lengths ([\d.]+),0.7$", str(error.value))
     assert found is not None
     longest, mean = int(found[1]), float(found[2])
-    work = Workload(SHAPES["llama-70b"], 32, 8, Lognormal(mean, 0.7, longest))
+    work = Workload(SHAPES["qwen3-32b"], 32, 8, Lognormal(mean, 0.7, longest))
     assert plan(_graph("aipo"), read_cluster("1x8xH100"), work, time_limit=5).best.period_s > 0
 
 
@@ -608,7 +612,7 @@ def test_where_a_slot_of_the_generator_is_too_long_shorter_responses_are_named_t
     prompt, longest = 1024, 260_000
 
     def found(most: int) -> Planned:
-        work = Workload(SHAPES["qwen3-4b"], 8, 8, Lognormal(1000, 0.7, most), slot_tokens=prompt + most)
+        work = Workload(SHAPES["qwen3-1.7b"], 8, 8, Lognormal(1000, 0.7, most), slot_tokens=prompt + most)
         return plan(_graph("aipo"), read_cluster("1x1xA6000"), work, time_limit=0.1)
 
     with pytest.raises(PlanError, match=r"generator .*: given") as error:
@@ -636,9 +640,9 @@ def test_a_trainer_has_memory_for_the_longest_prompt_and_response() -> None:
 
 
 def test_a_mesh_that_is_given_is_what_has_to_go_where_others_fit() -> None:
-    said = _refused("1x8xH100", "llama-70b", meshes={"trainer": (("dp", 8),)})
+    said = _refused("1x8xH100", "qwen3-32b", meshes={"trainer": (("dp", 8),)})
     assert said.splitlines()[-1] == "All of it would fit without --mesh"
-    assert _fitted("1x8xH100", "llama-70b").best.period_s > 0
+    assert _fitted("1x8xH100", "qwen3-32b").best.period_s > 0
 
 
 def test_a_cluster_without_gpus_is_refused() -> None:
@@ -744,7 +748,7 @@ def test_trainers_come_fastest_first_and_all_that_fit(name: str) -> None:
     beside = roles.models_of(roles.beside)
     found = list(candidates.trainers(nodes, 16, beside))
     every = [trainer for cut in candidates.cuts(nodes, 16) for trainer in cut.layouts()]
-    held = {each: trainer_memory(each) + beside_memory(each, beside) for each in every}
+    held = {each: trainer_memory(each, snapshots=candidates.snapshots) + beside_memory(each, beside) for each in every}
     fits = [each for each, memory in held.items() if memory.bytes <= nodes.gpu.memory_bytes]
     assert [each.seconds for each in found] == sorted(each.seconds for each in found)
     assert len(found) == len(fits)
