@@ -46,6 +46,7 @@ ELSEWHERE = ("kubernetes",)
 # The value of --model for an untrained model, and of --plan to plan nothing.
 NEW, NO_PLAN = "new", "none"
 HELP = frozenset({"-h", "--help"})
+MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
 AS_PROGRAM = Shown("{int8,fp8}", "as the program says")
 
 
@@ -158,13 +159,14 @@ def read_flags(
     or a usage error, CommandError for unknown flags (`about` and `fixed` as in `unknown_flags`) and for values outside
     of their limits.
     """
-    command, config = f"penstock {verb}", (tyro.conf.FlagCreatePairsOff,)
+    command = f"penstock {verb}"
     names = [field.name.rstrip("_") for field in fields(cls)]  # type: ignore[arg-type]
     said = unknown_flags(argv, names, command, about=about, fixed=fixed)
     if said := said or wrong_values(argv, annotations(cls)):
         raise CommandError(said)
     with fitting_help():
-        flags = tyro.cli(readable(cls, argv), prog=command, description=inspect.getdoc(cls), args=argv, config=config)
+        form: Any = with_help(cls) if HELP.intersection(argv) else readable(cls)
+        flags: F = tyro.cli(form, prog=command, description=inspect.getdoc(cls), args=argv, config=MARKERS)
     with usage_errors():
         check_limits(flags)
     return flags
@@ -201,16 +203,32 @@ def fitting_help() -> Iterator[None]:
             sys.stdout.write(f"{fitting(held.getvalue())}\n")
 
 
-def readable(cls: type[F], argv: Sequence[str]) -> type[F]:
-    """The class of flags with `Shown` translated for tyro, and the fields' docstrings if `argv` asks for help."""
-    docstrings = _docstrings(cls) if HELP.intersection(argv) else {}
+def readable(cls: type[F]) -> type[F]:
+    """The class of flags with `Shown` translated for tyro."""
     found: list[Field] = []
     for name, hint in annotations(cls).items():
-        shown = annotation(cls, name, Shown)
-        if shown or name in docstrings:
-            argument = _argument(shown, docstrings.get(name))
-            found.append((name, Annotated[hint, argument], cls.__dataclass_fields__[name]))  # type: ignore[attr-defined]
+        if shown := annotation(cls, name, Shown):
+            field = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
+            found.append((name, Annotated[hint, _argument(shown)], field))
     return _extended(cls, found)
+
+
+def with_help(cls: type[F], defaults: F | None = None, boxes: Sequence[Field] = ()) -> type:
+    """A class for tyro's help about the flags, with the boxes before theirs. A flag's box is the `subject` of the class
+    that declares it; flags without one are shown in the first box, beside --help."""
+    docstrings, direct, found = _docstrings(cls), list[Field](), dict[str, list[Field]]()
+    for field in fields(cls):  # type: ignore[arg-type]
+        name, hint = field.name, annotations(cls)[field.name]
+        if (shown := annotation(cls, name, Shown)) or name in docstrings:
+            hint = Annotated[hint, _argument(shown, docstrings.get(name))]
+        default = field.default if defaults is None else getattr(defaults, name)
+        # A class may declare a flag again.
+        first = next(base for base in reversed(cls.__mro__) if name in vars(base).get("__annotations__", ()))
+        box = found.setdefault(vars(first)["subject"], []) if "subject" in vars(first) else direct
+        box.append((name, hint, dataclasses.field(default=default)))
+    made = partial(dataclasses.make_dataclass, kw_only=True, namespace={"__doc__": ""})
+    named = [(subject, made(subject, flags), dataclasses.field()) for subject, flags in found.items()]
+    return made(cls.__name__, [*direct, *boxes, *named])
 
 
 def _docstrings(cls: type) -> dict[str, str]:
@@ -306,6 +324,8 @@ class StartFlags(OutputFlags):
 class MachineFlags:
     """Flags of every verb that places a run"""
 
+    subject = "placement"
+
     cluster: Annotated[str, Shown("FILE", "this machine")] = ""
     """A TOML file of hosts with their cores and devices (docs/cluster-file.md)."""
     plan: Annotated[str, Shown("FILE", "made for the GPUs of the run")] = ""
@@ -315,6 +335,8 @@ class MachineFlags:
 @dataclass(frozen=True, kw_only=True)
 class AgentsFlags(StartFlags):
     """Flags of every verb that starts a run on several hosts"""
+
+    subject = "agents"
 
     on: Annotated[
         Literal["", "agents", "kubernetes", "ray", "slurm"], Shown("{agents,kubernetes,ray,slurm}", "this machine")
@@ -336,6 +358,8 @@ class AgentsFlags(StartFlags):
 @dataclass(frozen=True, kw_only=True)
 class SubmitFlags:
     """Flags of a run that is handed to a cluster manager"""
+
+    subject = "cluster_manager"
 
     submit: bool = False
     """With --on slurm: submit the run as a batch job, and follow it. Options of sbatch come after a --, such as --nodes
@@ -400,6 +424,8 @@ class CheckFlags(RunFlags):
 class Planning:
     """Flags of what to plan for"""
 
+    subject = "planning"
+
     cluster: Annotated[str, Shown("SPEC", "needed for a plan")] = ""
     """Hosts x GPUs x kind, such as 32x8xH100, several joined by "+"; a TOML file; or "this": this machine, as `penstock
     doctor --measure` has measured it."""
@@ -440,6 +466,8 @@ class Planning:
 @dataclass(frozen=True)
 class DrawingFlags(OutputFlags):
     """Flags of how a schedule is shown"""
+
+    subject = "drawing"
 
     width: Count = 0
     """Columns of the drawing; 0 for the terminal's."""

@@ -24,6 +24,8 @@ from penstock.graph.node import NodeDef
 from penstock.graph.program import Flag, Program
 from penstock.runtime.cli.flags import (
     EXAMPLES,
+    HELP,
+    MARKERS,
     NO_PLAN,
     VERBS,
     MachineFlags,
@@ -34,6 +36,7 @@ from penstock.runtime.cli.flags import (
     nearest_flag,
     readable,
     unknown_flags,
+    with_help,
     with_plan,
     wrong_values,
 )
@@ -43,8 +46,6 @@ from penstock.runtime.record.errors import visible
 
 if TYPE_CHECKING:
     from penstock.runtime.plan.run_plan import RunPlan
-
-MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
 
 
 class Parsed(NamedTuple):
@@ -71,10 +72,13 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     own = [_Own(flag) for flag in program.flags if flag.name not in taken]
     options = dataclasses.make_dataclass(program.name, [option.field for option in own], kw_only=True, frozen=True)
     options.__doc__ = f"Keyword arguments of {program.path}"
-    form = readable(type(defaults), argv)
-    title = program.name if program.name not in VERBS else "program"
-    # Two groups in the help, but one namespace of flags: a user need not know whose flag it is.
-    line = dataclasses.make_dataclass("line", [(title, options), (verb, form, form(**vars(defaults)))], kw_only=True)
+    own_box = [("program", options, dataclasses.field())]
+    # Several boxes in the help, but one namespace of flags: a user need not know whose flag it is.
+    if HELP.intersection(argv):
+        line = with_help(type(defaults), defaults, own_box)
+    else:
+        form = readable(type(defaults))
+        line = dataclasses.make_dataclass("line", [*own_box, (verb, form, form(**vars(defaults)))], kw_only=True)
     known = dataclasses.asdict(defaults) | {o.flag.name: o.flag.default for o in own}
     of_nodes = partial(_node_options, program)
     if said := unknown_flags(argv, known, f"penstock {verb} {name}", of_nodes):
@@ -106,7 +110,7 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
             if leaving.code and words:
                 print(visible(f"The {file} stands for: {' '.join(words)}"), file=sys.stderr)
         raise
-    given, flags = getattr(parsed, title), getattr(parsed, verb)
+    given, flags = parsed.program, getattr(parsed, verb)
     if plan:
         if contrary := plan.contrary({key: value for key, value in vars(flags).items() if key in typed}):
             raise CommandError("\n".join(map(str, contrary)))
@@ -197,7 +201,7 @@ def verb_help(verb: str, programs: Mapping[str, str]) -> None:
         f"Its keyword arguments are flags too: `penstock {verb} PROGRAM --help` shows them.\n\n"
         f"Examples:\n  {EXAMPLES[verb].format(next(iter(programs), 'PROGRAM'))}"
     )
-    flags: Any = readable(VERBS[verb], ["--help"])
+    flags: Any = with_help(VERBS[verb])
     with fitting_help():
         tyro.cli(flags, prog=f"penstock {verb} PROGRAM", description=description, args=["--help"], config=MARKERS)
 

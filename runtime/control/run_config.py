@@ -89,8 +89,10 @@ TRACK_ON_RESUME = OnResume("Trackers from now on; each continues its run, and a 
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """The options of a run that do not belong to its program. A field's docstring is its help."""
+class TrainingOptions:
+    """Options of updates and of which groups they take"""
+
+    subject = "training"
 
     updates: Annotated[Count, UPDATES_ON_RESUME] = Context.updates
     """Updates of the policy in total."""
@@ -100,17 +102,42 @@ class RunOptions:
     """Updates over which the learning rate of each model rises linearly to its maximum."""
     lr_decay: Annotated[Decay, Shown("{constant,linear,cosine}", "constant; of sft cosine")] = ""
     """How the learning rate falls to 0 at the end of the run: linearly, or along half a cosine."""
-    max_tokens: Positive = Context.max_tokens
-    """Most tokens of a response."""
-    max_prompt: Positive = Context.max_prompt
-    """Most tokens of a prompt, or of a conversation before its last turn; each slot of a generator has room for it."""
-    segment: Count = Context.segment
-    """Tokens after which a response pauses; its group continues on any generator with room, perhaps with newer weights.
-    0: never."""
     seed: Seed = Context.seed
     """Seed of all random numbers: two runs with one seed draw the same numbers."""
+    versions: Literal["free", "pinned"] = Rules.versions
+    """pinned: the groups of update u use exactly version u - lag, so that a run at any lag can be repeated bit for bit.
+    free: they use the newest version that is there."""
+    order: Literal["strict", "ready"] = Rules.order
+    """strict: an update takes the next groups in order, so that short responses are not learnt first. ready: it takes
+    groups that are finished, as long as the lag still holds for all others."""
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Options of the model"""
+
+    subject = "model"
+
     model: Annotated[str, Shown("DIR", "a small base model, built once and cached")] = Context.model
     """A directory in Hugging Face's format, a name of the Hub, or "new": a small untrained model."""
+    lora: Count = Context.lora
+    """Rank of LoRA adapters. Each policy trains and sends its adapters only. 0: none, unless --model is a directory of
+    adapters."""
+    lora_alpha: Annotated[float, Meta(ge=0), Shown("ALPHA", "twice the rank")] = Context.lora_alpha
+    """The output of an adapter is multiplied by ALPHA / rank."""
+    lora_targets: Annotated[tuple[str, ...], Shown("NAME …", "all linear layers")] = Context.lora_targets
+    """Linear layers with adapters, such as q_proj v_proj."""
+    replay_routing: bool = Context.replay_routing
+    """For a mixture of experts: generators record the experts of each token, and policies use these instead of their
+    router's choice."""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Options of prompts and evaluation"""
+
+    subject = "data"
+
     data: Annotated[str, Shown("FILE", "arithmetic, generated as needed")] = Context.data
     """Prompts: "arithmetic[:DIGITS]"; a JSONL or parquet file; a directory of such files; or a data set of the Hugging
     Face Hub, OWNER/NAME[:CONFIG][@REVISION]."""
@@ -131,17 +158,76 @@ class RunOptions:
     """System message before each prompt of --data, for models with a chat template."""
     eval_groups: Count = 500
     """Held-out problems on which accuracy is measured before and after training; 0: not measured."""
-    dtype: Dtype = "float32"
-    """Number format in which models compute; master weights are float32."""
-    lora: Count = Context.lora
-    """Rank of LoRA adapters. Each policy trains and sends its adapters only. 0: none, unless --model is a directory of
-    adapters."""
-    lora_alpha: Annotated[float, Meta(ge=0), Shown("ALPHA", "twice the rank")] = Context.lora_alpha
-    """The output of an adapter is multiplied by ALPHA / rank."""
-    lora_targets: Annotated[tuple[str, ...], Shown("NAME …", "all linear layers")] = Context.lora_targets
-    """Linear layers with adapters, such as q_proj v_proj."""
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """Options of responses and of generators"""
+
+    subject = "generation"
+
+    max_tokens: Positive = Context.max_tokens
+    """Most tokens of a response."""
+    max_prompt: Positive = Context.max_prompt
+    """Most tokens of a prompt, or of a conversation before its last turn; each slot of a generator has room for it."""
+    segment: Count = Context.segment
+    """Tokens after which a response pauses; its group continues on any generator with room, perhaps with newer weights.
+    0: never."""
+    slots: Positive = Context.slots
+    """Responses that a generator decodes at the same time."""
+    engine: EngineName = OURS
+    """Inference engine of generators, unless the program names one: penstock, which can repeat a run bit for bit; or
+    vllm, which you install, also for a separate interpreter (docs/engines.md)."""
+    generator_precision: Annotated[GeneratorPrecision, Shown("{int8,fp8}", "as the program says")] = ""
+    """Format in which generators compute, unless the program's broadcast names one: int8 on CPUs, fp8 on GPUs. Weights
+    are sent in it, too."""
+    mismatch_limit: Annotated[
+        float, Meta(ge=0), Shown("NATS", "0.001 in float32, 0.02 in float16, 0.1 in bfloat16")
+    ] = Context.mismatch_limit
+    """With vllm: largest mean difference between its log-probabilities and the trainer's at equal weights. It is
+    measured after each weight sync; above it the run stops."""
+
+
+@dataclass(frozen=True)
+class ComputeOptions:
+    """Options of how models compute and what they keep in memory"""
+
+    subject = "compute"
+
     device: str = "auto"
     """cpu, cuda or cuda:N; auto: a GPU if there is one."""
+    dtype: Dtype = "float32"
+    """Number format in which models compute; master weights are float32."""
+    deterministic: bool = False
+    """Use deterministic algorithms of PyTorch only; an operation without one fails. GPUs need it for equal bits, and
+    are slower; CPUs do not."""
+    invariant: bool = Context.invariant
+    """Make the log-probabilities that generators record equal the trainer's bit for bit, for any batch and number of
+    threads. On CPUs, with a C compiler; slower."""
+    recompute: Annotated[
+        Recompute, Shown("{auto,none,layer}", "auto"), OnResume("What the backward pass recomputes.")
+    ] = "auto"
+    """Activation checkpointing. none: keep all activations; layer: keep the inputs of layers and recompute the rest,
+    with equal bits. auto: the faster one that fits a GPU of a known kind; none on a CPU."""
+    micro_tokens: Annotated[Count, OnResume("Most tokens of a micro-batch.")] = Context.micro_tokens
+    """Most tokens of a micro-batch, padding included. 0: as many as fit a GPU of a known kind; a good number on a
+    CPU."""
+    logit_elements: Count = Context.logit_elements
+    """Most logits in memory at the same time. 0: a good number for the device."""
+    optimizer_state: OptimizerState = "auto"
+    """Where AdamW's moments are kept. device: on the GPU; host: in host memory, from which a step fetches some at a
+    time, with equal bits. auto: host if nothing else fits a GPU of a known kind."""
+    offload: Offload = "off"
+    """Keep optimizer moments and master weights in host memory between updates, and allocate the generator's cache for
+    each batch. auto: if trainer and generator take turns on a GPU; on: always."""
+
+
+@dataclass(frozen=True)
+class PlacementOptions:
+    """Options of replicas and their meshes"""
+
+    subject = "placement"
+
     generators: Positive = 1
     """Replicas of the generator; with --lost-replica replace also a range, such as 2..8."""
     first_generators: Count = 0
@@ -153,69 +239,34 @@ class RunOptions:
     tp_over_hosts: bool = False
     """Allow the axis tp of a replica to cross hosts. Its ranks synchronise in every layer, which is slow over a
     network."""
-    slots: Positive = Context.slots
-    """Responses that a generator decodes at the same time."""
-    engine: EngineName = OURS
-    """Inference engine of generators, unless the program names one: penstock, which can repeat a run bit for bit; or
-    vllm, which you install, also for a separate interpreter (docs/engines.md)."""
-    mismatch_limit: Annotated[
-        float, Meta(ge=0), Shown("NATS", "0.001 in float32, 0.02 in float16, 0.1 in bfloat16")
-    ] = Context.mismatch_limit
-    """With vllm: largest mean difference between its log-probabilities and the trainer's at equal weights. It is
-    measured after each weight sync; above it the run stops."""
-    checkpoint_every: Count = 0
-    """Updates between two checkpoints. 0: every 30 seconds, or less often, so that they take at most 5 % of the time.
-    The end of a run and Ctrl-C always make one."""
-    keep: Annotated[Count, OnResume("How many of the newest checkpoints to keep; 0: all.")] = 2
-    """How many of the newest checkpoints to keep; 0: all."""
-    keep_best: Annotated[str, Shown("METRIC", "none"), OnResume("Also keep the best checkpoint by this metric.")] = ""
-    """Also keep the checkpoint with the highest value of a metric, such as reward_mean; NAME:min keeps the lowest."""
-    versions: Literal["free", "pinned"] = Rules.versions
-    """pinned: the groups of update u use exactly version u - lag, so that a run at any lag can be repeated bit for bit.
-    free: they use the newest version that is there."""
-    order: Literal["strict", "ready"] = Rules.order
-    """strict: an update takes the next groups in order, so that short responses are not learnt first. ready: it takes
-    groups that are finished, as long as the lag still holds for all others."""
-    proof: Literal["full", "sampled", "off"] = "full"
-    """Tensors of each weight sync whose digest is compared at sender and receiver: full (all), sampled (one in eight),
-    off (none)."""
+
+
+@dataclass(frozen=True)
+class WeightSyncOptions:
+    """Options of how weights are sent to generators"""
+
+    subject = "weight_sync"
+
     wire: Annotated[Wire, Shown("FORMAT", "the run's dtype")] = ""
     """Format of weights on the wire, unless their broadcast has a precision: bfloat16; int8 or fp8 with a scale per
     row; fp8_block with a scale per 128 × 128."""
-    generator_precision: Annotated[GeneratorPrecision, Shown("{int8,fp8}", "as the program says")] = ""
-    """Format in which generators compute, unless the program's broadcast names one: int8 on CPUs, fp8 on GPUs. Weights
-    are sent in it, too."""
-    delta: Count = 0
-    """Between hosts, send only changed elements, and all elements at least at each DELTA-th sync. It is lossless, and
-    faster on links below a few GB/s. 0: always send all."""
     transport: Transport = "auto"
     """How weights are sent. shm: shared memory of one host; cuda_ipc: GPU memory of one host; nccl: between GPUs on any
     hosts; messages: host memory and TCP, works everywhere. auto: the fastest that all ranks can use."""
-    offload: Offload = "off"
-    """Keep optimizer moments and master weights in host memory between updates, and allocate the generator's cache for
-    each batch. auto: if trainer and generator take turns on a GPU; on: always."""
-    recompute: Annotated[
-        Recompute, Shown("{auto,none,layer}", "auto"), OnResume("What the backward pass recomputes.")
-    ] = "auto"
-    """Activation checkpointing. none: keep all activations; layer: keep the inputs of layers and recompute the rest,
-    with equal bits. auto: the faster one that fits a GPU of a known kind; none on a CPU."""
-    micro_tokens: Annotated[Count, OnResume("Most tokens of a micro-batch.")] = Context.micro_tokens
-    """Most tokens of a micro-batch, padding included. 0: as many as fit a GPU of a known kind; a good number on a
-    CPU."""
-    logit_elements: Count = Context.logit_elements
-    """Most logits in memory at the same time. 0: a good number for the device."""
-    deterministic: bool = False
-    """Use deterministic algorithms of PyTorch only; an operation without one fails. GPUs need it for equal bits, and
-    are slower; CPUs do not."""
-    invariant: bool = Context.invariant
-    """Make the log-probabilities that generators record equal the trainer's bit for bit, for any batch and number of
-    threads. On CPUs, with a C compiler; slower."""
-    optimizer_state: OptimizerState = "auto"
-    """Where AdamW's moments are kept. device: on the GPU; host: in host memory, from which a step fetches some at a
-    time, with equal bits. auto: host if nothing else fits a GPU of a known kind."""
-    replay_routing: bool = Context.replay_routing
-    """For a mixture of experts: generators record the experts of each token, and policies use these instead of their
-    router's choice."""
+    delta: Count = 0
+    """Between hosts, send only changed elements, and all elements at least at each DELTA-th sync. It is lossless, and
+    faster on links below a few GB/s. 0: always send all."""
+    proof: Literal["full", "sampled", "off"] = "full"
+    """Tensors of each weight sync whose digest is compared at sender and receiver: full (all), sampled (one in eight),
+    off (none)."""
+
+
+@dataclass(frozen=True)
+class FailureOptions:
+    """Options of what happens on a failure"""
+
+    subject = "failure"
+
     retries: Count = Rules.retries
     """How often a failed group is tried again. A node with state, or one that fires per update, is not: its failure
     stops the run."""
@@ -239,6 +290,29 @@ class RunOptions:
     grace: Annotated[Seconds, OnResume("Seconds from a request to stop to the end of all processes.")] = GRACE_S
     """Seconds from a request to stop (Ctrl-C; SIGTERM or SIGUSR1 before a preemption) to the end of all processes. A
     checkpoint is made if there is time. Take some seconds less than the cluster manager gives."""
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Options of checkpoints"""
+
+    subject = "checkpoint"
+
+    checkpoint_every: Count = 0
+    """Updates between two checkpoints. 0: every 30 seconds, or less often, so that they take at most 5 % of the time.
+    The end of a run and Ctrl-C always make one."""
+    keep: Annotated[Count, OnResume("How many of the newest checkpoints to keep; 0: all.")] = 2
+    """How many of the newest checkpoints to keep; 0: all."""
+    keep_best: Annotated[str, Shown("METRIC", "none"), OnResume("Also keep the best checkpoint by this metric.")] = ""
+    """Also keep the checkpoint with the highest value of a metric, such as reward_mean; NAME:min keeps the lowest."""
+
+
+@dataclass(frozen=True)
+class TrackingOptions:
+    """Options of samples and trackers"""
+
+    subject = "tracking"
+
     save_samples: Annotated[Count, OnResume("Prompt groups of each update to write to samples.jsonl.")] = 1
     """Prompt groups of each update to write to samples.jsonl, with texts and rewards; 0: none."""
     track: Annotated[tuple[TrackerName, ...], Shown("TRACKER …", "none"), TRACK_ON_RESUME] = ()
@@ -246,6 +320,24 @@ class RunOptions:
     usual for its client."""
     track_project: Annotated[str, Shown("NAME", "that of the client's environment, or penstock")] = ""
     """Project (or experiment) of the run in its trackers."""
+
+
+# A dataclass has the fields of its last base first.
+@dataclass(frozen=True)
+class RunOptions(
+    TrackingOptions,
+    CheckpointOptions,
+    FailureOptions,
+    WeightSyncOptions,
+    PlacementOptions,
+    ComputeOptions,
+    GenerationOptions,
+    DataOptions,
+    ModelOptions,
+    TrainingOptions,
+):
+    """The options of a run that do not belong to its program. A field's docstring is its help, and the `subject` of its
+    class the box of its flag in the help."""
 
     @staticmethod
     def from_json(data: Any) -> "RunOptions":
@@ -259,7 +351,7 @@ class RunOptions:
 # Options whose form in a `Context` comes from the plan: a rank's device and mesh.
 PLACE = ("device", "mesh")
 # Options that nodes see unchanged.
-NODE_OPTIONS = tuple(f.name for f in fields(Context) if f.name in RunOptions.__annotations__ and f.name not in PLACE)
+NODE_OPTIONS = tuple(f.name for f in fields(Context) if hasattr(RunOptions, f.name) and f.name not in PLACE)
 
 
 # For all fields at once: a class has a hundred, and a command asks for each more than once.

@@ -201,8 +201,26 @@ def test_help_explains_both_kinds_of_flags(capsys: Output) -> None:
     with pytest.raises(SystemExit, match="0"):
         read("--help")
     shown = capsys.readouterr().out
-    for needed in ("An example.", "penstock run sample --lag", "responses per prompt.", "Flags of every program", "60"):
+    for needed in ("An example.", "penstock run sample --lag", "responses per prompt.", "Updates of the policy", "60"):
         assert needed in shown
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_shows_each_flag_in_the_box_of_its_subject(verb: str, capsys: Output) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        read("--help", verb=verb)
+    # The lines of a box are drawn with other characters where the encoding has none for them.
+    _, *boxes = re.split(r"^\W+(\S+ )?options \W+$", capsys.readouterr().out, flags=re.MULTILINE)
+    shown = [
+        ((name or "").strip(), flag.replace("-", "_"))
+        for name, box in zip(boxes[::2], boxes[1::2], strict=True)
+        for flag in re.findall(r"^\W --([a-z]\S*)", box, re.MULTILINE)
+    ]
+    own = {"no_normalize" if flag.name == "normalize" else flag.name for flag in sample.flags}
+    assert sorted(flag for _, flag in shown) == sorted({field.name for field in dataclasses.fields(VERBS[verb])} | own)
+    assert own == {flag for name, flag in shown if name == "program"}
+    if verb in ("run", "check"):
+        assert {("training", "batch"), ("placement", "mesh"), ("placement", "cluster")} < set(shown)
 
 
 @pytest.mark.parametrize(
