@@ -142,9 +142,9 @@ def _from_file(path: str, file: str) -> ModuleType:
         if isinstance(error, ImportError) and at.filename == real and "no known parent package" in str(error):
             packages = itertools.takewhile(lambda folder: (folder / "__init__.py").exists(), Path(real).parents)
             names = [folder.name for folder in packages] or [Path(real).parent.name]
-            module = ".".join([*reversed(names), Path(real).stem])
+            within = ".".join([*reversed(names), Path(real).stem])
             given = f"a file whose imports are relative to its package ({at.line})"
-            needed = f"its name in the package, {module}:{path.rpartition(':')[2]}, from the folder of {names[-1]}"
+            needed = f"its name in the package, {within}:{path.rpartition(':')[2]}, from the folder of {names[-1]}"
             raise fault("relative-import", repr(path), given, needed, f"{real}:{at.lineno}") from None
         raise
     return module
