@@ -12,7 +12,8 @@ from itertools import product
 from math import isfinite, nan
 from typing import Any
 
-from penstock.runtime.record.metrics import Row, columns
+from penstock.graph.types import COLUMNS
+from penstock.runtime.record.metrics import BY_LAG, NO_NUMBERS, Row, columns
 from penstock.runtime.record.trace_formats import round_step
 from penstock.runtime.report.follow import NS
 from penstock.runtime.report.run_history import Facts
@@ -231,6 +232,7 @@ def chart_groups(report: Report) -> list[ChartGroup]:
     speed = [(title, names) for title, names in SPEED if any(_shown(rows, name) for name in names)]
     found = [
         ChartGroup("learning", "Learning", "", [*accuracy, *_rows(rows, LEARNING)]),
+        ChartGroup("further", "Further metrics", FURTHER, _further(rows)),
         ChartGroup("staleness", "Staleness", STALENESS, _staleness(report)),
         ChartGroup("off-policy", "How far off policy", OFF_POLICY, _rows(rows, POLICY)),
         ChartGroup("queues", "Queues", QUEUES, _queues(report)),
@@ -239,6 +241,9 @@ def chart_groups(report: Report) -> list[ChartGroup]:
     return [group for group in found if group.figures]
 
 
+# Most charts of further metrics: a node may report a thousand.
+MOST = 24
+FURTHER = f"What nodes of the program report beside that, where it changed: the first {MOST}. metrics.jsonl has all."
 STALENESS = (
     "By how many updates the weights were older than the policy that learnt: of a group, those that it began with; "
     "of a token, those that sampled it. The dashed line is the bound that the program set."
@@ -258,6 +263,22 @@ def _rows(rows: Sequence[Row], wanted: Iterable[tuple[str, Sequence[str]]]) -> l
             points = [(float(row["update"]), *(_value(row.get(name)) for name in present)) for row in rows]
             figures.append(curves(title, present, points))
     return figures
+
+
+def _further(rows: Sequence[Row]) -> list[Figure]:
+    """A chart of each metric that no other chart shows and that changed, in the order of the rows' columns."""
+    shown = {name for _, names in (*LEARNING, *POLICY, *SPEED) for name in names}
+    shown |= COLUMNS | NO_NUMBERS | {"lag_mean", "lag_max"}
+    found: dict[str, set[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            short = name.rpartition(".")[2]
+            # Counts by lag are a histogram, and versions and updates say what a metric is of.
+            counts = short.startswith(BY_LAG) or short.endswith(("_version", "_update"))
+            if short not in shown and not counts and f"{name}_version" not in row and _known(value):
+                found.setdefault(short, set()).add(value)
+    changed = [name for name, values in found.items() if len(values) > 1]
+    return _rows(rows, [(name, (name,)) for name in changed[:MOST]])
 
 
 def _shown(rows: Sequence[Row], name: str) -> bool:

@@ -162,6 +162,18 @@ def test_accuracy_is_of_versions_that_were_measured_and_of_no_samples_to_learn_f
     assert accuracies(read_facts(folder)) == [(0.0, ACCURACY), (2.0, 0.7), (4.0, 0.93)]
 
 
+def test_metrics_of_the_programs_own_nodes_are_drawn_where_they_changed(tmp_path: Path) -> None:
+    folder = simulated_run(tmp_path / "run", updates=3).folder
+    own = [{"right_in_4": 0.25 * u, "solver.kept": u % 2, "same": 1.0, "tokens_lag_1": u} for u in range(3)]
+    rows = [row | more for row, more in zip(read_rows(folder.metrics), own, strict=True)]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_report(folder, tmp_path / "report.html", limit_s=1.0)
+    (further,) = re.findall(r'<section id="further".*?</section>', (tmp_path / "report.html").read_text(), re.S)
+    assert "right_in_4 from 0 to 0.5" in further
+    assert "solver.kept from 0 to 0, between 0 and 1" in further
+    assert not any(name in further for name in ("same", "tokens_lag_1", "ratio_mean", "reward_mean"))
+
+
 @pytest.mark.slow
 def test_a_thousand_updates_are_a_page_of_less_than_two_megabytes(tmp_path: Path) -> None:
     made = simulated_run(tmp_path / "run", updates=1000, batch=32, generators=2)
