@@ -20,7 +20,8 @@ from gpu_mesh import ROWS, rollouts
 from gpu_ranks import Generator, Policy
 from report import publish, spread
 
-from penstock.graph.types import Advantages, Context
+from penstock.graph.context import Context
+from penstock.graph.types import Advantages
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.model import CausalLM, ModelConfig
 from penstock.nodes.policy import LanguagePolicy

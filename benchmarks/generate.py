@@ -35,7 +35,8 @@ from report import by_processor, publish
 from torch import Tensor
 from train import ALPHABET, write_model
 
-from penstock.graph.types import Context, Prompts, Weights
+from penstock.graph.context import Context
+from penstock.graph.types import Prompts, Weights
 from penstock.nodes.generate import make_engine
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.kv_cache import zeros

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from penstock.graph.context import Context
 from penstock.graph.protocols import Axes
-from penstock.graph.types import Advantages, Context, Rollouts
+from penstock.graph.types import Advantages, Rollouts
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.model import CausalLM, ModelConfig
 from penstock.nodes.policy import LanguagePolicy

@@ -30,7 +30,8 @@ from llama import MODELS
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from penstock.graph.types import Advantages, Context, Rollouts
+from penstock.graph.context import Context
+from penstock.graph.types import Advantages, Rollouts
 from penstock.nodes import calibrate
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.model import CausalLM, Lora, ModelConfig, eight_bit, save_model

@@ -24,7 +24,8 @@ from torch._C._distributed_c10d import FileStore
 from weights import Weights
 
 from penstock.graph import types
-from penstock.graph.types import Context, Prompts
+from penstock.graph.context import Context, Origin
+from penstock.graph.types import Prompts
 from penstock.nodes.generate import make_engine
 from penstock.nodes.model import CausalLM
 from penstock.nodes.model.config import ModelConfig
@@ -77,7 +78,7 @@ class Generator:
         self.device, self.slots, self.context = device, slots, context
         made = Context(node="generate", model=str(folder), dtype="bfloat16", device=device, slots=slots)
         if precision:
-            made = replace(made, weights={"behaviour": types.Origin(types.Policy.maker, made, precision)})
+            made = replace(made, weights={"behaviour": Origin(types.Policy.maker, made, precision)})
         # Longer than any measurement, so that rows end only if they sample the end, at a rate of 1 in 128,256.
         self.engine = make_engine(replace(made, max_tokens=512, max_prompt=context), samples=16)
         self.behaviour = types.Weights(0, {})

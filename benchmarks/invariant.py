@@ -18,7 +18,8 @@ from generate import MODELS, clock, texts
 from report import publish, spread
 from train import write_model
 
-from penstock.graph.types import Advantages, Context, Prompts, Rollouts, Weights
+from penstock.graph.context import Context
+from penstock.graph.types import Advantages, Prompts, Rollouts, Weights
 from penstock.nodes.generate import make_engine
 from penstock.nodes.generate.sampling import mismatch
 from penstock.nodes.learn.update import aipo_update

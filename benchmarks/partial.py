@@ -30,8 +30,9 @@ from report import publish, spread
 from train import write_model
 
 from penstock.graph import broadcast, node, program
+from penstock.graph.context import Context
 from penstock.graph.node import Paused
-from penstock.graph.types import Context, Metrics, Policy, Prompts, Rollouts, Weights
+from penstock.graph.types import Metrics, Policy, Prompts, Rollouts, Weights
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate.conversation import SampledGroup
 from penstock.nodes.generate.engine import Engine

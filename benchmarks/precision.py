@@ -29,7 +29,8 @@ from report import publish
 from torch import Tensor
 from train import write_model
 
-from penstock.graph.types import Context, Origin, Policy, Rollouts, Weights
+from penstock.graph.context import Context, Origin
+from penstock.graph.types import Policy, Rollouts, Weights
 from penstock.nodes.data import open_prompts
 from penstock.nodes.generate import make_engine
 from penstock.nodes.learn.batching import pack

@@ -67,7 +67,7 @@ def theirs(base: str, seed: int) -> list[float]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from penstock.graph.types import Context
+    from penstock.graph.context import Context
     from penstock.nodes.data import open_prompts
     from penstock.nodes.score import math_answer
 

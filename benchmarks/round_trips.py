@@ -24,9 +24,10 @@ from time import monotonic, perf_counter, sleep
 from typing import NoReturn
 
 from penstock.graph import node, program, trace
+from penstock.graph.context import Context
 from penstock.graph.imports import load
 from penstock.graph.ir import Firing
-from penstock.graph.types import Context, Policy
+from penstock.graph.types import Policy
 from penstock.runtime.cluster.endpoints import ipc_endpoint
 from penstock.runtime.cluster.placement import Plan, Pool, Rank, Replica
 from penstock.runtime.control.messages import Goodbye, Hello, Note, Order, Ready, Results, Setup, rank_peer

@@ -24,7 +24,8 @@ from report import by_processor, publish
 from torch.profiler import ProfilerActivity, profile
 from train import MODELS, PROMPT_TOKENS, PROMPTS, SAMPLES, TOKENS, multiplies_bfloat16, problems, write_model
 
-from penstock.graph.types import Advantages, Context, Prompts, Rollouts, Weights
+from penstock.graph.context import Context
+from penstock.graph.types import Advantages, Prompts, Rollouts, Weights
 from penstock.nodes.generate import make_engine
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.model import CausalLM

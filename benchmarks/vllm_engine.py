@@ -39,7 +39,8 @@ def case(folder: Path, name: str, dtype: str, threads: int, tiny: bool) -> dict[
     torch.set_num_threads(threads)
     from torch import Tensor
 
-    from penstock.graph.types import Context, Prompts, Rollouts
+    from penstock.graph.context import Context
+    from penstock.graph.types import Prompts, Rollouts
     from penstock.nodes.generate import open_engine
     from penstock.nodes.generate.groups import GroupStream
     from penstock.nodes.generate.sampling import mismatch

@@ -13,6 +13,7 @@
 
 from penstock.graph.check import check
 from penstock.graph.constructs import alternate, broadcast, delay, keep
+from penstock.graph.context import Context
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.imports import load
 from penstock.graph.ir import Firing, Graph
@@ -21,7 +22,6 @@ from penstock.graph.program import Program, program, trace
 from penstock.graph.requires import opens, requires
 from penstock.graph.types import (
     Advantages,
-    Context,
     Logprobs,
     Mean,
     Metrics,

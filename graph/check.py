@@ -9,6 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from math import inf
 from typing import Any
 
+from penstock.graph.context import Context
 from penstock.graph.errors import Fault
 from penstock.graph.imports import imported, path_of, short
 from penstock.graph.ir import PRECISIONS, Graph, Input, Node, Ref
@@ -16,7 +17,7 @@ from penstock.graph.node import NodeDef
 from penstock.graph.protocols import Source
 from penstock.graph.requires import View, calls
 from penstock.graph.trace import ANY
-from penstock.graph.types import Context, Model
+from penstock.graph.types import Model
 
 
 def check(

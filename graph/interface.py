@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
+from penstock.graph.context import BatchPart, Context
 from penstock.graph.errors import Fault, defined, fault
 from penstock.graph.imports import imported, names_function, short
 from penstock.graph.ir import Json
 from penstock.graph.protocols import Stream
-from penstock.graph.types import BatchPart, Context, Metrics
+from penstock.graph.types import Metrics
 
 # The default of an option that has none.
 REQUIRED = inspect.Parameter.empty

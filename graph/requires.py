@@ -8,6 +8,7 @@ a run has started by then.
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+from penstock.graph.context import Context
 from penstock.graph.errors import Fault, GraphError, defined
 from penstock.graph.imports import imported, load, names_function, path_of, short
 from penstock.graph.interface import mistyped
@@ -15,7 +16,7 @@ from penstock.graph.ir import Argument, Graph, Input, Json, Node, Ref
 from penstock.graph.node import NodeDef
 from penstock.graph.protocols import Source
 from penstock.graph.trace import ANY
-from penstock.graph.types import Context, Prefixes, Rollouts
+from penstock.graph.types import Prefixes, Rollouts
 
 
 class View:

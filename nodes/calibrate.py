@@ -131,7 +131,8 @@ def decoding_steps(
     """(layers, rows, seconds) of the median step of a run's engine, for narrow decoders of these numbers of layers and
     of rows in work, whose operations are launched one by one."""
     # Half a second of imports, which `installed` does not need.
-    from penstock.graph.types import Context, Prompts, Weights
+    from penstock.graph.context import Context
+    from penstock.graph.types import Prompts, Weights
     from penstock.nodes.generate import make_engine
     from penstock.nodes.model import CausalLM, ModelConfig
     from penstock.nodes.tokenizer import byte_tokenizer

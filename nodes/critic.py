@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from penstock.graph import node, opens, requires
+from penstock.graph.context import Context
 from penstock.graph.deferred import shape_of, widened
 from penstock.graph.protocols import Array, Carried
 from penstock.graph.types import (
     AnyCritic,
-    Context,
     Critic,
     Logprobs,
     Metrics,

@@ -13,8 +13,9 @@ from math import inf
 from typing import ClassVar
 
 from penstock.graph import node
+from penstock.graph.context import Context
 from penstock.graph.protocols import Source
-from penstock.graph.types import Context, Metrics, Prompts, Rewards
+from penstock.graph.types import Metrics, Prompts, Rewards
 from penstock.nodes.carried import carried
 from penstock.nodes.data import Made, open_prompts
 

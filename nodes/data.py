@@ -24,8 +24,9 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from penstock.graph.context import Context, random_key
 from penstock.graph.protocols import Source
-from penstock.graph.types import Batchable, Context, NodeWarning, Prompts, random_key
+from penstock.graph.types import Batchable, NodeWarning, Prompts
 from penstock.nodes.data_files import (
     DataError,
     DataRow,

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.graph import load
+from penstock.graph.context import Context
 from penstock.graph.hub import unreachable
-from penstock.graph.types import Context
 from penstock.host import install_command
 from penstock.nodes.tokenizer import Message, conversation
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from penstock.graph import node, opens, requires
+from penstock.graph.context import Context
 from penstock.graph.protocols import STAGE, Carried
 from penstock.graph.types import (
     AnyPolicy,
-    Context,
     Logprobs,
     Mean,
     Metrics,

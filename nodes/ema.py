@@ -5,8 +5,9 @@ from typing import ClassVar
 import torch
 
 from penstock.graph import node, opens, requires
+from penstock.graph.context import Context
 from penstock.graph.protocols import Carried
-from penstock.graph.types import AnyAverage, Average, Context, Metrics, Policy
+from penstock.graph.types import AnyAverage, Average, Metrics, Policy
 from penstock.nodes import option_checks
 from penstock.nodes.model import CausalLM
 from penstock.nodes.policy import (

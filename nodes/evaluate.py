@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.graph import node, requires
+from penstock.graph.context import Context
 from penstock.graph.ir import PRECISIONS
 from penstock.graph.node import fire
-from penstock.graph.types import Context, Metrics, Rewards, Weights
+from penstock.graph.types import Metrics, Rewards, Weights
 from penstock.nodes.data import open_prompts
 from penstock.nodes.generate import make_engine
 from penstock.nodes.generate.kv_cache import room

@@ -18,19 +18,10 @@ import torch
 from torch import Tensor
 
 from penstock.graph import node
+from penstock.graph.context import Context, random_key
 from penstock.graph.node import fire
 from penstock.graph.protocols import Carried, Source
-from penstock.graph.types import (
-    Context,
-    Metrics,
-    Policy,
-    Prompts,
-    Replies,
-    Rewards,
-    Rollouts,
-    Weights,
-    random_key,
-)
+from penstock.graph.types import Metrics, Policy, Prompts, Replies, Rewards, Rollouts, Weights
 from penstock.nodes.environments.environment import environment
 from penstock.nodes.learn.batching import behaviour_logprobs, sampled_mask
 

@@ -11,11 +11,12 @@ from heapq import nlargest
 from itertools import islice
 from typing import Any, TypeVar
 
+from penstock.graph.context import Context
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.imports import imported, short
 from penstock.graph.protocols import EXPERT, STAGE, TENSOR, Axes, num_ranks, rule_of
 from penstock.graph.requires import PREFIXES, Call, opened
-from penstock.graph.types import Context, Prefixes, Rollouts
+from penstock.graph.types import Prefixes, Rollouts
 from penstock.nodes.data import Demonstrations, FileRows, Pairs
 from penstock.nodes.model import (
     CausalLM,

@@ -4,8 +4,9 @@ from dataclasses import replace
 from typing import ClassVar
 
 from penstock.graph import opens, requires
+from penstock.graph.context import Context
 from penstock.graph.protocols import Carried
-from penstock.graph.types import Context, FrozenModel, LoraPolicy, Policy, Reference, Rollouts
+from penstock.graph.types import FrozenModel, LoraPolicy, Policy, Reference, Rollouts
 from penstock.nodes.learn.batching import MicroBatches
 from penstock.nodes.model import CausalLM, ModelError
 from penstock.nodes.open_model import (

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from penstock.graph import node, requires
+from penstock.graph.context import Context
 from penstock.graph.requires import Call
-from penstock.graph.types import Context, Mean, Metrics, Prefixes, Rollouts
+from penstock.graph.types import Mean, Metrics, Prefixes, Rollouts
 from penstock.nodes.learn.batching import behaviour_logprobs
 from penstock.nodes.open_model import ModelSpec, run_spec
 from penstock.nodes.option_checks import count

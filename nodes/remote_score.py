@@ -26,9 +26,10 @@ from urllib.error import HTTPError
 import torch
 
 from penstock.graph import node, requires
+from penstock.graph.context import Context
 from penstock.graph.node import fire
 from penstock.graph.requires import Call
-from penstock.graph.types import Context, Mean, Metrics, Rewards, Rollouts
+from penstock.graph.types import Mean, Metrics, Rewards, Rollouts
 from penstock.nodes.environments.environment import STEP_S
 from penstock.nodes.option_checks import count, positive
 from penstock.nodes.score import ScoreError, reward_of

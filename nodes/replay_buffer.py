@@ -9,9 +9,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from penstock.graph import node, requires
+from penstock.graph.context import Context
 from penstock.graph.deferred import widened
 from penstock.graph.protocols import Array
-from penstock.graph.types import Advantages, Context, Metrics, Rollouts
+from penstock.graph.types import Advantages, Metrics, Rollouts
 from penstock.nodes.option_checks import count
 
 

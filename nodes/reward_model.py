@@ -17,17 +17,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from penstock.graph import node, opens, requires
+from penstock.graph.context import Context
 from penstock.graph.protocols import Carried, num_ranks
-from penstock.graph.types import (
-    AnyPreferenceModel,
-    Context,
-    Mean,
-    Metrics,
-    PreferenceModel,
-    RewardModel,
-    Rewards,
-    Rollouts,
-)
+from penstock.graph.types import AnyPreferenceModel, Mean, Metrics, PreferenceModel, RewardModel, Rewards, Rollouts
 from penstock.nodes.advantage import uniform_groups
 from penstock.nodes.data import Pairs
 from penstock.nodes.learn.batching import Packed

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from penstock.graph import node, requires
+from penstock.graph.context import Context
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.imports import imported, names_function, short
 from penstock.graph.requires import Call
-from penstock.graph.types import Context, Mean, Metrics, NodeWarning, Rewards, Rollouts
+from penstock.graph.types import Mean, Metrics, NodeWarning, Rewards, Rollouts
 from penstock.nodes import symbolic_math
 from penstock.nodes.data import FilePrompts
 from penstock.nodes.data_files import FINAL

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from penstock.graph.context import Context
 from penstock.graph.machine import usable_memory_gib
 from penstock.graph.protocols import STAGE, Sharding
-from penstock.graph.types import Context, NodeWarning, Rollouts
+from penstock.graph.types import NodeWarning, Rollouts
 from penstock.nodes.learn.batching import MicroBatches, Packed, pack
 from penstock.nodes.learn.data_parallel_threads import DataParallelThreads
 from penstock.nodes.learn.optimizer import AdamW, Schedule, UpdateOptions, scheduled

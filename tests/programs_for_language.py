@@ -23,8 +23,9 @@ from penstock.graph import (
     node,
     program,
 )
+from penstock.graph.context import BatchPart
 from penstock.graph.protocols import Carried
-from penstock.graph.types import Advantages, BatchPart, Prompts, TokenAdvantages
+from penstock.graph.types import Advantages, Prompts, TokenAdvantages
 from penstock.nodes.carried import carried
 from penstock.nodes.fake import FakePolicy, FakePrompts, fake_environment, fake_generate, fake_score, fake_update
 from penstock.nodes.generate import converse

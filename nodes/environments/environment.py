@@ -24,10 +24,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from penstock.graph import node
+from penstock.graph.context import Context
 from penstock.graph.errors import defined, fault
 from penstock.graph.interface import Interface, interface
 from penstock.graph.node import NodeDef
-from penstock.graph.types import Context, Metrics, Replies, Rewards, Rollouts, TurnRewards
+from penstock.graph.types import Metrics, Replies, Rewards, Rollouts, TurnRewards
 from penstock.nodes.option_checks import positive
 
 P = ParamSpec("P")

@@ -5,8 +5,9 @@ from itertools import compress
 
 import torch
 
+from penstock.graph.context import Context
 from penstock.graph.protocols import Source
-from penstock.graph.types import Context, Mean, Metrics, Prompts, Replies, Rollouts
+from penstock.graph.types import Mean, Metrics, Prompts, Replies, Rollouts
 from penstock.nodes.environments.environment import environment
 
 LOW, HIGH = 0, 9

@@ -13,13 +13,14 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from penstock.graph import alternate, node, requires
+from penstock.graph.context import Context
 from penstock.graph.engines import ENGINES, OURS, EngineName
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.imports import load
 from penstock.graph.ir import PRECISIONS
 from penstock.graph.node import NodeDef, fire
 from penstock.graph.requires import Call
-from penstock.graph.types import Context, Mean, Metrics, Prefixes, Prompts, Replies, Rollouts, Weights
+from penstock.graph.types import Mean, Metrics, Prefixes, Prompts, Replies, Rollouts, Weights
 from penstock.nodes.generate.conversation import SampledGroup, SampledRow, never_said
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.engines import can_decode, engine_of

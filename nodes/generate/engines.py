@@ -1,9 +1,9 @@
 """The engine of a call of `generate`, and what another engine than ours cannot do, which `check` reports."""
 
+from penstock.graph.context import Context
 from penstock.graph.engines import ENGINES, OURS, EngineKind
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.requires import Call
-from penstock.graph.types import Context
 from penstock.nodes.generate.kv_cache import cache_length
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.open_model import ModelSpec, spec_of

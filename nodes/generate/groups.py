@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.graph.context import Context
 from penstock.graph.node import Paused
-from penstock.graph.types import Context, Metrics, NodeWarning, Prefixes, Prompts, Rollouts, Weights
+from penstock.graph.types import Metrics, NodeWarning, Prefixes, Prompts, Rollouts, Weights
 from penstock.nodes.generate.conversation import SampledGroup, SampledRow, StopStrings
 from penstock.nodes.generate.kv_cache import cache_length, needed_prompt
 from penstock.nodes.generate.sampling import Sampler

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.graph.context import Context
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.machine import free_memory
 from penstock.graph.requires import Call
-from penstock.graph.types import Context, Prompts
+from penstock.graph.types import Prompts
 from penstock.nodes.data import FilePrompts
 from penstock.nodes.generate.attention import attend, stored_dtype
 from penstock.nodes.generate.cuda_graph import Graphs

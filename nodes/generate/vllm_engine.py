@@ -33,8 +33,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.graph.context import Context
 from penstock.graph.node import UntrustedError
-from penstock.graph.types import Context, Metrics, Rollouts
+from penstock.graph.types import Metrics, Rollouts
 from penstock.nodes.generate.conversation import Response, SampledGroup
 from penstock.nodes.generate.engines import engine_lacks
 from penstock.nodes.generate.groups import GroupStream, Holder

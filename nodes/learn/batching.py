@@ -27,8 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.graph.context import Context
 from penstock.graph.deferred import shape_of
-from penstock.graph.types import Context, Rollouts
+from penstock.graph.types import Rollouts
 from penstock.nodes.learn.losses import NEEDED
 
 # Rows and columns of micro-batches are multiples of these, so that shapes repeat: for each new shape oneDNN compiles

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from penstock.graph import node, requires
+from penstock.graph.context import BatchPart
 from penstock.graph.deferred import shape_of, widened
 from penstock.graph.imports import encode, names_function, path_of, resolve, short
 from penstock.graph.protocols import Array
 from penstock.graph.requires import Call
-from penstock.graph.types import Advantages, AnyPolicy, BatchPart, LearningRate, Logprobs, Metrics, Rollouts
+from penstock.graph.types import Advantages, AnyPolicy, LearningRate, Logprobs, Metrics, Rollouts
 from penstock.nodes.learn.batching import (
     Aggregation,
     Packed,

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.graph.context import random_key
 from penstock.graph.errors import nearest
-from penstock.graph.types import random_key
 from penstock.nodes.model.config import MOST, ModelError
 from penstock.nodes.model.kernels import Linear
 

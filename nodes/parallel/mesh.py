@@ -15,8 +15,8 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
+from penstock.graph.context import Context
 from penstock.graph.protocols import DATA, EXPERT, FSDP, STAGE, TENSOR, Axes, described, num_ranks
-from penstock.graph.types import Context
 
 # The axes of a model, outermost first.
 AXES = (STAGE, DATA, FSDP, EXPERT, TENSOR)

@@ -26,6 +26,7 @@ from typing import Any
 
 from penstock.graph import GraphError, Program, check, load, trace
 from penstock.graph.check import by_place
+from penstock.graph.context import Context
 from penstock.graph.errors import Fault, defined
 from penstock.graph.imports import imported, reach, resolve
 from penstock.graph.ir import Argument, Graph
@@ -33,7 +34,7 @@ from penstock.graph.node import NodeDef
 from penstock.graph.program import trace_evaluation
 from penstock.graph.protocols import Finite, Pinned, Source, num_ranks
 from penstock.graph.requires import Check, opened, requirements
-from penstock.graph.types import Context, NodeWarning
+from penstock.graph.types import NodeWarning
 from penstock.runtime.cli.flags import ELSEWHERE
 from penstock.runtime.cli.parse import clashes, parse
 from penstock.runtime.cli.sources import own_files

@@ -28,9 +28,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from penstock.graph.context import Context
 from penstock.graph.ir import Graph, Node
 from penstock.graph.protocols import DATA, EXPERT, FSDP, STAGE, TENSOR, Axes, num_ranks
-from penstock.graph.types import Context
 from penstock.runtime.cluster.capabilities import CAPABILITIES, Kind, axis_lack, spread_lack
 from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, check_common_network, nearest
 

@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from penstock.graph.context import Context
 from penstock.graph.imports import load
 from penstock.graph.ir import Firing, Graph, Node
-from penstock.graph.types import Context
 from penstock.runtime.cluster.placement import Plan
 from penstock.runtime.record.timeline import pool_of
 from penstock.runtime.tensor.shm import owner_of

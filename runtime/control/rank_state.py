@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.graph.context import BatchPart
 from penstock.graph.deferred import Column, StackedColumns, columns_of, deferred, may_defer
 from penstock.graph.imports import arguments, load, reach
 from penstock.graph.ir import Argument, Firing, Graph, Node
 from penstock.graph.node import Filter, NodeDef
 from penstock.graph.protocols import Carried, Source, Stream
-from penstock.graph.types import Batchable, BatchPart
+from penstock.graph.types import Batchable
 from penstock.runtime.control.rank_setup import InputRead, RankSetup, input_reads
 from penstock.runtime.schedule.admission import needed_version
 from penstock.runtime.schedule.compile import channel_name

@@ -23,9 +23,9 @@ import msgspec
 from msgspec import Meta
 
 from penstock import __version__
+from penstock.graph.context import Context, Origin
 from penstock.graph.engines import OURS, EngineName
 from penstock.graph.ir import Graph
-from penstock.graph.types import Context, Origin
 from penstock.runtime.cluster.capabilities import (
     Dtype,
     GeneratorPrecision,

@@ -13,8 +13,9 @@ it would be wrong, not approximate.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from penstock.graph.context import Context
 from penstock.graph.ir import Argument, Graph, Node
-from penstock.graph.types import Context, LoraPolicy
+from penstock.graph.types import LoraPolicy
 from penstock.runtime.cluster.placement import begun_shares, cutter_of, decodes, most_prefixes, samples_of
 from penstock.runtime.plan.model_shape import Shape
 from penstock.runtime.plan.workload import Lengths, Workload

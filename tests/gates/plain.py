@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.graph.types import Advantages, Context, Rewards, Rollouts, Weights
+from penstock.graph.context import Context
+from penstock.graph.types import Advantages, Rewards, Rollouts, Weights
 from penstock.nodes import fake
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.data import open_prompts

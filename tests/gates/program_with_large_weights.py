@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from penstock.graph import broadcast, node, program
+from penstock.graph.context import Context
 from penstock.graph.protocols import Carried
-from penstock.graph.types import Context, Metrics, Prompts, Rewards, Rollouts, Weights
+from penstock.graph.types import Metrics, Prompts, Rewards, Rollouts, Weights
 from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
 from penstock.runtime.tensor import link, one_sided
 from penstock.runtime.tensor.process_group import Connection, Message

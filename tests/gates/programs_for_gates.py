@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import torch
 
 from penstock.graph import broadcast, node, program
-from penstock.graph.types import Advantages, Average, Context, Metrics, Policy, Prompts, Rewards, Rollouts, Weights
+from penstock.graph.context import Context
+from penstock.graph.types import Advantages, Average, Metrics, Policy, Prompts, Rewards, Rollouts, Weights
 from penstock.nodes import ema as averages
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.fake import TOKENS, FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.graph import broadcast, node, program
-from penstock.graph.types import Context, Metrics, Policy, Prompts, Rollouts, Weights
+from penstock.graph.context import Context
+from penstock.graph.types import Metrics, Policy, Prompts, Rollouts, Weights
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import open_engine
 from penstock.nodes.generate.groups import GroupStream

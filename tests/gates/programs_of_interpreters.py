@@ -7,7 +7,8 @@ from typing import Any
 
 import penstock
 from penstock.graph import broadcast, node, program
-from penstock.graph.types import Context, Prompts, Rewards, Rollouts, Weights
+from penstock.graph.context import Context
+from penstock.graph.types import Prompts, Rewards, Rollouts, Weights
 from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_score, fake_update
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.graph.types import Context
+from penstock.graph.context import Context
 from penstock.nodes.model import CausalLM, load_model, save_model
 from penstock.nodes.open_model import initial_model
 from penstock.nodes.score import math_answer

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.graph.context import Context
 from penstock.graph.node import Paused, UntrustedError
 from penstock.graph.protocols import Sharding
-from penstock.graph.types import Context, Prompts, Replies, Rollouts
+from penstock.graph.types import Prompts, Replies, Rollouts
 from penstock.nodes.generate import open_engine, vllm_engine, vllm_weights
 from penstock.nodes.generate.sampling import mismatch
 from penstock.nodes.generate.vllm_engine import VllmEngine

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.graph.context import Context, Origin
 from penstock.graph.protocols import expert_of
-from penstock.graph.types import Context, Origin, Policy, Weights
+from penstock.graph.types import Policy, Weights
 from penstock.nodes.distill import policy_logprobs, reference_logprobs
 from penstock.nodes.generate import make_engine
 from penstock.nodes.learn.update import policy_update

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.graph.types import Context, Weights
+from penstock.graph.context import Context
+from penstock.graph.types import Weights
 from penstock.nodes.distill import policy_logprobs
 from penstock.nodes.generate import make_engine
 from penstock.nodes.learn.update import policy_update

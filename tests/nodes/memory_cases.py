@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from penstock.graph.types import Advantages, Context
+from penstock.graph.context import Context
+from penstock.graph.types import Advantages
 from penstock.nodes.learn.losses import reinforce
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.model import CausalLM, ModelConfig, decoder, kernels, torch_dtype

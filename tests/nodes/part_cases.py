@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from penstock.graph.context import Context, Origin
 from penstock.graph.protocols import rule_of
-from penstock.graph.types import Context, Origin, Policy, Weights
+from penstock.graph.types import Policy, Weights
 from penstock.nodes.generate import make_engine
 from penstock.nodes.model import CausalLM, ModelError
 from penstock.nodes.model.tensor_parallel import part_of, tensor_parallel

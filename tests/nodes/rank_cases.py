@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.graph.types import Context, Metrics, Rewards
+from penstock.graph.context import Context
+from penstock.graph.types import Metrics, Rewards
 from penstock.nodes.critic import critic_update, critic_values, gae, make_critic
 from penstock.nodes.distill import policy_logprobs, reference_logprobs
 from penstock.nodes.ema import FollowingPolicy, ema, make_average

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from penstock.graph import check, trace
+from penstock.graph.context import Context, Origin
 from penstock.graph.node import NodeDef
 from penstock.graph.requires import requirements
-from penstock.graph.types import Context, Origin, Policy, Weights
+from penstock.graph.types import Policy, Weights
 from penstock.nodes.evaluate import measure
 from penstock.nodes.generate import generate, make_engine, reply
 from penstock.nodes.generate.engine import Engine

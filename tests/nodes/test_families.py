@@ -14,8 +14,9 @@ import torch
 import transformers
 from torch import Tensor
 
+from penstock.graph.context import Context, Origin
 from penstock.graph.protocols import rule_of
-from penstock.graph.types import Advantages, Context, Origin, Replies, Rollouts, Weights
+from penstock.graph.types import Advantages, Replies, Rollouts, Weights
 from penstock.nodes.generate import attention, generate, make_engine
 from penstock.nodes.generate.engines import engine_lacks
 from penstock.nodes.learn.logprobs import route_of

@@ -10,7 +10,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from penstock.graph.types import Context, Rollouts, Weights
+from penstock.graph.context import Context
+from penstock.graph.types import Rollouts, Weights
 from penstock.nodes.generate import make_engine
 from penstock.nodes.generate.engines import engine_lacks
 from penstock.nodes.learn.logprobs import packed_logprobs

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.graph.types import Advantages, Context, Rollouts, Weights
+from penstock.graph.context import Context
+from penstock.graph.types import Advantages, Rollouts, Weights
 from penstock.nodes.distill import policy_logprobs
 from penstock.nodes.generate import make_engine
 from penstock.nodes.generate.engine import MismatchWarning

@@ -13,7 +13,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from penstock.graph.types import Context, Origin, Weights
+from penstock.graph.context import Context, Origin
+from penstock.graph.types import Weights
 from penstock.nodes.ema import ema, make_average
 from penstock.nodes.generate import make_engine
 from penstock.nodes.learn.update import policy_update

@@ -29,7 +29,8 @@ from penstock.graph import (
     program,
     trace,
 )
-from penstock.graph.types import BatchPart, LearningRate, NodeWarning, TokenAdvantages
+from penstock.graph.context import BatchPart
+from penstock.graph.types import LearningRate, NodeWarning, TokenAdvantages
 from penstock.nodes import trainable
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.data import Demonstrations

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.graph.types import Advantages, BatchPart, Context, Metrics, Rollouts
+from penstock.graph.context import BatchPart, Context
+from penstock.graph.types import Advantages, Metrics, Rollouts
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.policy import LanguagePolicy, make_policy
 

@@ -19,9 +19,9 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.graph import load, trace
+from penstock.graph.context import Context
 from penstock.graph.ir import Firing
 from penstock.graph.protocols import Carried
-from penstock.graph.types import Context
 from penstock.programs.toy import toy
 from penstock.runtime.cli.flags import RunFlags, changes, with_changes
 from penstock.runtime.cli.resume import ResumeFlags
