@@ -65,7 +65,6 @@ def small_model(folder: Path, heads: int, groups: int) -> None:
 def home(tmp_path: Path, monkeypatch: Patch) -> Path:
     """A folder with the small model `m`, problems for it, and cluster files."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     small_model(tmp_path / "m", heads=4, groups=2)
     far = cluster(4, far=True)
     files = {
