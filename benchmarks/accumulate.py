@@ -168,7 +168,7 @@ def simulated(accumulate: int, update_s: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/accumulate.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/accumulate.json")
     args = parser.parse_args()
     found: dict[int, list[tuple[list[float], list[float]]]] = {parts: [] for parts in PARTS}
     with tempfile.TemporaryDirectory() as scratch:
@@ -190,6 +190,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from report import publish
+    from report import Keep, publish
 
     main()

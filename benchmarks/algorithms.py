@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from here import Job, run_here, serve, shared_base, spread_out
-from report import publish, spread
+from report import Keep, publish, spread
 
 from penstock.graph import Program, load
 from penstock.host import cache_folder
@@ -137,7 +137,7 @@ def main() -> None:
         "--scratch", type=Path, default=cache_folder() / "algorithms", help="another for another set-up"
     )
     parser.add_argument("--processes", type=int, default=2, help="runs at once, one thread each")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/algorithms.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/algorithms.json")
     args = parser.parse_args()
     if args.what == "serve":
         serve(partial(work, scratch=args.scratch))

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from report import publish, spread
+from report import Keep, publish, spread
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 from weights import Weights
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--gb-per-s", type=float, default=0.2, help="what a network card lets through")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/chain.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/chain.json")
     parser.add_argument("--replica", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

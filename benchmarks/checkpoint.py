@@ -14,7 +14,7 @@ from pathlib import Path
 
 import safetensors
 import torch
-from report import publish
+from report import Keep, publish
 
 from penstock.runtime.tensor.checkpoint import HostBuffers, save_state
 
@@ -44,7 +44,7 @@ class Beats:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--keep", action=Keep)
     parser.add_argument("--gb", type=float, default=2.0)
     arguments = parser.parse_args()
     elements = int(arguments.gb * 2**30 / 4 / TENSORS)

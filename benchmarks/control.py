@@ -22,7 +22,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from report import publish, spread
+from report import Keep, publish, spread
 from thousand_ranks import figures
 
 from penstock.graph import trace
@@ -142,7 +142,7 @@ def measured(script: str, layout: Layout, seconds: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/control.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/control.json")
     parser.add_argument("--workers", type=int, nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=3)

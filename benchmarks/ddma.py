@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from ddma_ranks import RANKS, SHAPES
-from report import publish
+from report import Keep, publish
 
 REPEATS = {"base": 7, "base kept": 7, "gloo full": 15, "gloo off": 15, "shm full": 50, "shm off": 15, "shm sampled": 15}
 REBUILT, REBUILDS = ("gloo full", "shm full"), 15
@@ -186,7 +186,7 @@ def figures(found: Mapping[str, Sequence[Mapping[str, float]]], nbytes: int, mem
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/ddma.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/ddma.json")
     options = parser.parse_args()
     nbytes = sum(2 * torch.Size(shape).numel() for shape in SHAPES.values())
     with tempfile.TemporaryDirectory() as folder:

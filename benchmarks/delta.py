@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 import torch
-from report import publish, spread
+from report import Keep, publish, spread
 from torch import Tensor
 
 from penstock.runtime.tensor.delta import (
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.015, help="share of the elements that change")
     parser.add_argument("--gb-per-s", type=float, default=1.0, help="bandwidth of the link")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/delta.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/delta.json")
     parser.add_argument("--receive", nargs=2, type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from gpu_mesh import ROWS, rollouts
 from gpu_ranks import Generator, Policy
-from report import publish, spread
+from report import Keep, publish, spread
 
 from penstock.graph.context import Context
 from penstock.graph.types import Advantages
@@ -70,7 +70,7 @@ def timed(work: Callable[[], float], on: bool) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/deterministic.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/deterministic.json")
     args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     rows: list[dict[str, Any]] = []

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from products import inner_size
-from report import by_processor, publish
+from report import Keep, by_processor, publish
 from torch import Tensor
 from train import ALPHABET, write_model
 
@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="one small case of each kind: that it runs")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/generate_MODEL.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/generate_MODEL.json")
     args = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(args.threads)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from generate import MODELS, clock, texts
-from report import publish, spread
+from report import Keep, publish, spread
 from train import write_model
 
 from penstock.graph.context import Context
@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="one pair of the smallest model: that it runs")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/invariant.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/invariant.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []

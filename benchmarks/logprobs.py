@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from report import publish, spread
+from report import Keep, publish, spread
 
 from penstock.nodes.learn.logprobs import token_logprobs
 from penstock.nodes.model.decoder import LOGIT_ELEMENTS
@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--seconds", type=float, default=150.0)
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/logprobs.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/logprobs.json")
     args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     cases = [Case(*shape, getattr(torch, args.dtype)) for shape in CASES]

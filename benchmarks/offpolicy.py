@@ -20,7 +20,7 @@ from typing import Any
 
 from chart import line_chart
 from here import Job, run_here, serve, shared_base, spread_out
-from report import RESULTS, ROOT, publish, spread
+from report import RESULTS, ROOT, Keep, publish, spread
 
 from penstock.graph import broadcast, program
 from penstock.graph.types import Policy, Prompts
@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("what", choices=["pilot", "table", "serve"])
     parser.add_argument("--scratch", type=Path, default=cache_folder() / "offpolicy", help="another for another set-up")
     parser.add_argument("--processes", type=int, default=2, help="runs at once, one thread each")
-    parser.add_argument("--keep", action="store_true", help="write the results and the picture")
+    parser.add_argument("--keep", action=Keep, help="write the results and the picture")
     args = parser.parse_args()
     if args.what == "serve":
         serve(partial(work, base=str(shared_base(args.scratch))))

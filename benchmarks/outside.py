@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 from predicted import PASSES, Recipe, slots_that_fit
-from report import publish
+from report import Keep, publish
 
 from penstock.runtime.cluster.gpus import GPUS, Efficiency, HostTime
 from penstock.runtime.plan.decode_cost import Generator
@@ -161,7 +161,7 @@ def steps() -> Iterator[tuple[str, str, float, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", action="store_true", help="print each row, too")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/outside.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/outside.json")
     args = parser.parse_args()
     by_part: dict[str, list[float]] = {}
     for name, part, published, predicted in (*trained(), *full(), *steps()):

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from report import publish, spread
+from report import Keep, publish, spread
 
 MILLISECONDS = 50
 BATCH = 4
@@ -46,7 +46,7 @@ def _options(lag: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/overhead.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/overhead.json")
     args = parser.parse_args()
     rows = []
     for lag in (0, 1, 4):

@@ -26,7 +26,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
-from report import publish, spread
+from report import Keep, publish, spread
 from train import write_model
 
 from penstock.graph import broadcast, node, program
@@ -179,7 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--updates", type=int, default=20)
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/partial.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/partial.json")
     parser.add_argument("--tiny", action="store_true", help="one short run of two cases: that it runs")
     args = parser.parse_args()
     cases = list(CASES)

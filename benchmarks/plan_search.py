@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from report import publish, spread
+from report import Keep, publish, spread
 
 CLUSTERS = ("8x8xH100", "64x8xH100", "128x8xH100")
 MODELS = ("llama-8b", "llama-70b", "llama-405b")
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--limit", type=float, default=120.0, help="seconds that each search may take")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/plan_search.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/plan_search.json")
     args = parser.parse_args()
     asked: list[tuple[str, tuple[str, ...], str, str]]
     asked = [("aipo", (), cluster, model) for cluster in CLUSTERS for model in MODELS]

@@ -17,7 +17,7 @@ from calibration import NONE, leave_one_out
 from llamarl import ratios
 from predicted import Prediction, predict
 from published import TABLE, Row, later, read
-from report import publish
+from report import Keep, publish
 
 from penstock.runtime.plan.confidence import AS_IT_IS
 
@@ -84,7 +84,7 @@ def compared(system: str, rows: Sequence[Row]) -> tuple[dict[str, Any], list[dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", action="store_true", help="print each row, too")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/planner.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/planner.json")
     args = parser.parse_args()
     if not TABLE.exists():
         sys.exit(f"{TABLE} is not there: the published rows are not part of the project")

@@ -25,7 +25,7 @@ from unittest import mock
 
 import torch
 from generate import MODELS, Ours, texts
-from report import publish
+from report import Keep, publish
 from torch import Tensor
 from train import write_model
 
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--model", default="", help="a trained model of arithmetic; by default one is trained")
     parser.add_argument("--tiny", action="store_true", help="few prompts and one small case: that it runs")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/precision.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/precision.json")
     args = parser.parse_args()
     sampled, problems = (4, 8) if args.tiny else (64, 500)
     with tempfile.TemporaryDirectory() as scratch:

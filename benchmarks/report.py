@@ -1,5 +1,6 @@
 """The record that every benchmark prints last and can keep: one JSON object with machine, date and commit."""
 
+import argparse
 import json
 import os
 import platform
@@ -36,14 +37,37 @@ def _gpu() -> str | None:
         return None
 
 
+def changed() -> list[str]:
+    """Return the tracked files that are not as they were committed, except what is written from measurements: results,
+    pictures and pages."""
+    written = [":!benchmarks/results", ":!docs/img", ":!*.md"]
+    command = ["git", "diff", "--name-only", "HEAD", "--", ":/", *written]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    except OSError:
+        return []
+
+
 def commit() -> str:
-    """Return the measured commit, with "+" at the end if the tree has changes."""
+    """Return the measured commit, with "+" at the end if files are `changed`."""
     try:
         head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=ROOT, capture_output=True, text=True)
     except OSError:
         return "unknown"
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "") or "unknown"
+    return head.stdout.strip() + ("+" if changed() else "") or "unknown"
+
+
+class Keep(argparse.Action):
+    """The flag `--keep`, which is refused if files are `changed`: no checkout could repeat such a result."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=False, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
+        if files := changed():
+            given = f"{len(files)} with changes ({', '.join(files[:3])}{', …' if files[3:] else ''})"
+            parser.error(f"{self.option_strings[0]}: given {given}, needed all files as they are committed")
+        setattr(namespace, self.dest, True)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

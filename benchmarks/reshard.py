@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from llama import layout
-from report import publish
+from report import Keep, publish
 
 from penstock.runtime.tensor.layout import Layout, Mesh
 from penstock.runtime.tensor.reshard import ReshardPlan, chain, reshard
@@ -83,7 +83,7 @@ def best(repeats: int, given: Callable[[], tuple[Any, ...]], work: Callable[...,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/reshard.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/reshard.json")
     args = parser.parse_args()
     rows = []
     for name, mesh in TRAINERS.items():

@@ -27,7 +27,7 @@ from typing import Any
 
 from chart import line_chart
 from here import Job, run_here, serve, shared_base, spread_out
-from report import ROOT, publish, spread
+from report import ROOT, Keep, publish, spread
 
 from penstock.graph import Program, load
 from penstock.host import cache_folder
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=["table", "serve"], default="table")
     parser.add_argument("--scratch", type=Path, default=cache_folder() / "reward", help="another for another set-up")
     parser.add_argument("--processes", type=int, default=2, help="runs at once, one thread each")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/reward.json and the picture")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/reward.json and the picture")
     args = parser.parse_args()
     # Checked before any run of ours, since theirs come later and would end the benchmark.
     if lacking := [name for name in ("trl", "transformers", "datasets", "accelerate") if find_spec(name) is None]:

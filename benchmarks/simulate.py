@@ -12,7 +12,7 @@ import argparse
 import time
 from typing import Any
 
-from report import publish, spread
+from report import Keep, publish, spread
 
 from penstock.graph import load, trace
 from penstock.runtime.cluster.gpus import GPUS
@@ -66,7 +66,7 @@ def measured(model: str, repeats: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/simulate.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/simulate.json")
     args = parser.parse_args()
     rows = []
     for model in CASES:

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from report import publish, spread
+from report import Keep, publish, spread
 
 from penstock.runtime.control.process import short_spins
 
@@ -72,7 +72,7 @@ def alone(setting: str, folder: Path, cores: int, dtype: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/spinning.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/spinning.json")
     args = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     cases: dict[str, Any] = {

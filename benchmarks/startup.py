@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from report import ROOT, publish, spread
+from report import ROOT, Keep, publish, spread
 
 
 def start(tree: Path, folder: Path) -> dict[str, float]:
@@ -48,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--against", default="", metavar="COMMIT", help="another commit, measured in turn")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/startup.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/startup.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         trees = {"now": ROOT}

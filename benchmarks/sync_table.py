@@ -13,7 +13,7 @@ since the splits of its clusters are not known, compare only orders of magnitude
 import argparse
 from typing import Any
 
-from report import publish
+from report import Keep, publish
 
 from penstock.runtime.cluster.gpus import GPUS, Efficiency, Precision
 from penstock.runtime.plan.model_shape import SHAPES, Parallel
@@ -54,7 +54,7 @@ def row(name: str, trainers: Parallel, replicas: int, width: int, published: flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/sync_table.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/sync_table.json")
     args = parser.parse_args()
     rows = [row(*cluster, wire) for cluster in CLUSTERS for wire in WIRES]
     for found in rows:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from chart import line_chart
-from report import ROOT, publish
+from report import ROOT, Keep, publish
 
 from penstock.graph import Graph, Program, load, trace
 from penstock.graph.analysis import period_bound
@@ -55,7 +55,7 @@ def periods(lag: int, score: float, update: float) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--keep", action="store_true", help="write the picture and the figures")
+    parser.add_argument("--keep", action=Keep, help="write the picture and the figures")
     keep = parser.parse_args().keep
     rows: list[dict[str, Any]] = []
     lines: dict[str, list[dict[str, float]]] = {}

@@ -26,7 +26,7 @@ from statistics import fmean, median
 from typing import Any
 
 from products import Batch, flops, inner_size, limit_s, peak
-from report import by_processor, cpu_flags, publish, spread
+from report import Keep, by_processor, cpu_flags, publish, spread
 
 MODELS = {"3M": (256, 4, 12, 2), "11M": (384, 6, 8, 2), "25M": (512, 8, 8, 1)}
 """Width, layers, updates of a run, and runs of each system."""
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "both"], help="bfloat16 if the CPU multiplies it")
     parser.add_argument("--updates", type=int, help="of a run, 5 or more: the first ones are left out")
     parser.add_argument("--repeats", type=int, help="runs of each system")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/train_MODEL.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/train_MODEL.json")
     args = parser.parse_args()
     if args.updates is not None and args.updates < 5:
         parser.error(f"--updates: given {args.updates}, needed 5 or more, of which the first ones are left out")

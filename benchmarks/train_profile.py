@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from products import Batch, flops, peak
-from report import by_processor, publish
+from report import Keep, by_processor, publish
 from torch.profiler import ProfilerActivity, profile
 from train import MODELS, PROMPT_TOKENS, PROMPTS, SAMPLES, TOKENS, multiplies_bfloat16, problems, write_model
 
@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 if the CPU multiplies it")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/train_profile.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/train_profile.json")
     args = parser.parse_args()
     dtype = args.dtype or ("bfloat16" if multiplies_bfloat16() else "float32")
     torch.set_num_threads(1)

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from report import publish
+from report import Keep, publish
 from train import ALPHABET, write_model
 
 MODELS = {"3M": (256, 4, 64), "25M": (512, 8, 48), "200M": (1024, 16, 16)}
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="one small case: that it runs")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/vllm_engine.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/vllm_engine.json")
     parser.add_argument("--case", nargs=3, metavar=("FOLDER", "MODEL", "DTYPE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:

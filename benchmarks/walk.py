@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from report import ROOT, publish
+from report import ROOT, Keep, publish
 
 from penstock.graph import trace
 from penstock.programs.aipo import aipo
@@ -90,7 +90,7 @@ def profiled(walk: Walk) -> Iterator[Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/walk.json")
+    parser.add_argument("--keep", action=Keep, help="write benchmarks/results/walk.json")
     args = parser.parse_args()
     walk = Walk()
     options = RunOptions(updates=UPDATES, batch=1, max_tokens=4, slots=4, eval_groups=0, device="cpu")
