@@ -252,13 +252,13 @@ class Opens(NamedTuple):
     """What a maker says of the model that it opens (see `opens`)."""
 
     spec: Callable[[Context], Any]
-    words: bool
+    lm_head: bool
     base: bool
     lora: bool
 
 
 def opens(
-    spec: Callable[[Context], Any], *, words: bool = True, base: bool = False, lora: bool = False
+    spec: Callable[[Context], Any], *, lm_head: bool = True, base: bool = False, lora: bool = False
 ) -> Callable[[M], M]:
     """Declare which model a maker opens: `spec(context)` returns what is known of it before any weights are read.
 
@@ -267,7 +267,7 @@ def opens(
     `penstock.nodes.open_model.ModelSpec`. If a spec has a method `check_mesh(mesh, decodes=…)`, which raises
     ValueError, it is called for the meshes of a run before any rank starts.
 
-    `words` is False for a model whose head gives a number. `base`: the maker opens the run's own model, and a run
+    `lm_head` is False for a model whose head gives a number. `base`: the maker opens the run's own model, and a run
     without `--model` begins with the base model, which is built for it. `lora`: with `--lora` the model has adapters,
     and only these are trained and sent.
 
@@ -276,7 +276,7 @@ def opens(
     """
 
     def mark(made: M) -> M:
-        made.opens = Opens(spec, words, base, lora)  # type: ignore[attr-defined]
+        made.opens = Opens(spec, lm_head, base, lora)  # type: ignore[attr-defined]
         return made
 
     return mark

@@ -108,7 +108,7 @@ class LanguageCritic(Learner[Scorer], Critic):
     called: ClassVar[str] = "critic"
 
 
-@opens(run_spec, words=False)
+@opens(run_spec, lm_head=False)
 @requires(require_model(Scorer))
 def make_critic(context: Context) -> Carried:
     """A critic on the decoder of `context.model`; its head is zero, so that it first predicts 0."""

@@ -415,7 +415,7 @@ def _spec_lack(maker: str, value: str) -> tuple[str, str] | None:
         given = f"the weights of {value!r}, of which its maker {maker} does not say which model it opens"
         needed = f"@opens(spec) above {short(maker)}: spec(context) returns the ModelSpec (shape and tokenizer)"
         return given, f"{needed} of these weights, such as penstock.nodes.open_model.run_spec for that of --model"
-    if not found.words:
+    if not found.lm_head:
         return f"the weights of {value!r}, a model whose head gives a number", "those of a model that says words"
     return None
 

@@ -177,7 +177,7 @@ def _directory(context: Context) -> str:
     return folder
 
 
-@opens(reward_model_spec, words=False)
+@opens(reward_model_spec, lm_head=False)
 @requires(require_reward_model)
 def open_reward_model(context: Context) -> Carried:
     """The reward model of the directory that the program's option `reward_model` names, in the run's dtype.
@@ -190,7 +190,7 @@ def open_reward_model(context: Context) -> Carried:
     return FrozenRewardModel(model, load_tokenizer(folder), context)
 
 
-@opens(run_spec, words=False, base=True)
+@opens(run_spec, lm_head=False, base=True)
 @requires(require_model(Scorer))
 def make_preference_model(context: Context) -> Carried:
     """A reward model on the decoder of `context.model`, whose head is zero: it has no preference yet."""
