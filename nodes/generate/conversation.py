@@ -110,8 +110,8 @@ class SampledRow:
     """One conversation of a group.
 
     `before` has the earlier turns after the prompt, with the environment's reply to the last of them; its texts are the
-    `transcript`. `rewards` are the environment's rewards after each earlier turn. `said` is the model's response in
-    this turn, None until it has ended or paused. `so_far` is the part of it before its newest segment; the first
+    `transcript`. `rewards` are the environment's rewards after each earlier turn. `response` is the model's in this
+    turn, None until it has ended or paused. `earlier_segments` is the part of it before its newest segment; the first
     `begun` tokens of that are a prefix, which another firing has sampled.
 
     A row that is not `open` gets no more tokens. `outgrown` is the number of tokens of a conversation that was closed
@@ -122,17 +122,17 @@ class SampledRow:
     prompt: list[int]
     before: Response = EMPTY
     transcript: list[str] = field(default_factory=list)
-    said: Response | None = None
-    so_far: Response = EMPTY
+    response: Response | None = None
+    earlier_segments: Response = EMPTY
     begun: int = 0
     open: bool = True
     outgrown: int = 0
     rewards: list[float | None] = field(default_factory=list)
     experts: Experts | None = None
 
-    def say(self, said: Response, experts: Experts | None) -> None:
+    def end_segment(self, segment: Response, experts: Experts | None) -> None:
         """End the turn or a segment. Tokens of earlier segments keep the experts that they were sampled with."""
-        self.said = self.so_far.then(said)
+        self.response = self.earlier_segments.then(segment)
         if experts is not None:
             earlier = experts[:0] if self.experts is None else self.experts
             self.experts = np.concatenate([earlier, experts[len(earlier) :]])
@@ -140,17 +140,17 @@ class SampledRow:
     @property
     def sampled(self) -> Response | None:
         """The tokens that this firing has sampled in this turn, without those of a prefix."""
-        return None if self.said is None else self.said.after(self.begun)
+        return None if self.response is None else self.response.after(self.begun)
 
     @property
     def prefix(self) -> list[int]:
         """The tokens that the model continues."""
-        return [*self.prompt, *self.before.tokens.tolist(), *self.so_far.tokens.tolist()]
+        return [*self.prompt, *self.before.tokens.tolist(), *self.earlier_segments.tokens.tolist()]
 
     def paused(self, max_tokens: int) -> bool:
         """True if the turn, of at most `max_tokens`, has not ended yet."""
-        said = self.said if self.open else None
-        return said is not None and not said.finished and len(said.tokens) < max_tokens
+        response = self.response if self.open else None
+        return response is not None and not response.finished and len(response.tokens) < max_tokens
 
 
 def recorded_rows(rollouts: Rollouts, where: str) -> list[SampledRow]:
@@ -193,7 +193,7 @@ def begun_rows(prefixes: Prefixes) -> list[SampledRow]:
         tokens = tokens_NS[row, prompt : prompt + length].numpy(force=True)
         logprobs, versions = (array[row, :length].numpy(force=True) for array in (logprobs_NT, versions_NT))
         said = Response(tokens, logprobs, versions, finished=False)
-        made = SampledRow(tokens_NS[row, :prompt].tolist(), so_far=said, begun=length)
+        made = SampledRow(tokens_NS[row, :prompt].tolist(), earlier_segments=said, begun=length)
         if prefixes.experts_NSLK is not None:
             made.experts = prefixes.experts_NSLK[row, : prompt + length - 1].numpy(force=True)
         found.append(made)
@@ -248,7 +248,7 @@ class SampledGroup:
         of = [prompts.ordinals.index(ordinal) for ordinal in prefixes.ordinals]
         encoded = {index: tokenizer.encode_prompt(prompts.texts[index]) for index in set(of)}
         for (ordinal, number), index, row in zip(named, of, begun, strict=True):
-            said = row.so_far.tokens.tolist()
+            said = row.earlier_segments.tokens.tolist()
             place = f"generate, group {ordinal}, prefix {number}"
             if number < 0:
                 raise ValueError(f"{place}: given a negative number, needed 0 or more")
@@ -315,30 +315,30 @@ class SampledGroup:
             self.rows, recorded_rows(paused, f"generate, group {paused.ordinals[0]}"), strict=True
         ):
             if row.open:
-                row.so_far = row.said = recorded.before.after(len(row.before.tokens))
+                row.earlier_segments = row.response = recorded.before.after(len(row.before.tokens))
                 row.experts = recorded.experts
                 if row.paused(max_tokens):
-                    row.said = None
+                    row.response = None
 
     @property
     def complete(self) -> bool:
-        return all(row.said is not None or not row.open for row in self.rows)
+        return all(row.response is not None or not row.open for row in self.rows)
 
     @property
     def versions(self) -> set[int]:
         """The versions of weights that sampled its tokens, in this turn and in earlier ones, without tokens of prefixes
         that are context."""
-        said = [row.sampled if self.context else row.said for row in self.rows]
+        said = [row.sampled if self.context else row.response for row in self.rows]
         parts = [part.versions for part in (*(row.before for row in self.rows), *said) if part is not None]
         return set(np.concatenate([EMPTY.versions, *parts]).tolist()) - {NOT_SAMPLED}
 
     def rollouts(self, tokenizer: Tokenizer, sampler: Sampler) -> Rollouts:
         """The whole conversations, including earlier turns. `sampler` has sampled all of them."""
-        wholes = [row.before if row.said is None else row.before.then(row.said) for row in self.rows]
+        wholes = [row.before if row.response is None else row.before.then(row.response) for row in self.rows]
         tokens = [np.concatenate([row.prompt, whole.tokens]) for row, whole in zip(self.rows, wholes, strict=True)]
         transcripts = []
         for row in self.rows:
-            said = [] if row.said is None else [row.said.tokens.tolist()]
+            said = [] if row.response is None else [row.response.tokens.tolist()]
             # The text of the newest turn is without the token that ended it.
             said = [tokens[:-1] if tokens[-1] in tokenizer.stops else tokens for tokens in said]
             transcripts.append([*row.transcript, *map(tokenizer.decode, said)])

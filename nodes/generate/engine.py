@@ -150,7 +150,7 @@ class Engine(GroupStream):
             kept = None
             if memory.experts_SCLK is not None:
                 kept = memory.experts_SCLK[slot, : slots.computed[slot]].numpy(force=True)
-            holder.row.say(response, kept)
+            holder.row.end_segment(response, kept)
             if holder.group.complete:
                 finished.append((holder.group.tag, self.result(holder.group)))
         return finished
@@ -174,7 +174,7 @@ class Engine(GroupStream):
         placed = []
         while self.slots.free and self.queue:
             holder = self.queue.popleft()
-            slot = self.slots.take(holder, holder.row.prefix, len(holder.row.so_far.tokens))
+            slot = self.slots.take(holder, holder.row.prefix, len(holder.row.earlier_segments.tokens))
             placed.append((slot, self.context.key(*holder.key)))
             self._copy(memory)  # before the next row takes the source's slot
         if not placed:

@@ -51,10 +51,10 @@ class GroupStream(ABC):
 
     Rows to sample are in a `queue`. A `row` of a `Holder` continues `row.prefix`, samples at most `max_tokens` tokens
     in a turn and `segment` in a segment (0: no bound), and ends with a token of `tokenizer.stops` or where `strings`
-    ends it. When a row has ended or paused, the engine calls `row.say` with its tokens, their log-probabilities and
-    versions; when a group is complete, it returns `result` of it. Groups in `settled` have no row to sample. Ranks that
-    share a model (`context.mesh`) get the same groups in the same order, and the same weights before the same step, so
-    all sample the same tokens.
+    ends it. When a row has ended or paused, the engine calls `row.end_segment` with its tokens, their log-probabilities
+    and versions; when a group is complete, it returns `result` of it. Groups in `settled` have no row to sample. Ranks
+    that share a model (`context.mesh`) get the same groups in the same order, and the same weights before the same
+    step, so all sample the same tokens.
 
     `behaviour` has the live weights. If its version is new, the next step computes with its tensors, and rows that
     begin use no cache of older weights. The tensors are overwritten after the next version. An engine that computes
@@ -161,7 +161,7 @@ class GroupStream(ABC):
             _check_settings(after, self.sampler, "prefixes", "what is learnt from is sampled as its row is")
         if self.strings is not None:
             for prefix, row in enumerate(group.rows[:: self.samples]):
-                said = row.so_far.tokens
+                said = row.earlier_segments.tokens
                 if any(self.strings.end(said[: step + 1]) for step in range(len(said))):
                     place = f"generate, group {group.prompts.ordinals[prefix]}, prefix {int(after.numbers_N[prefix])}"
                     raise ValueError(f"{place}: given a prefix that a stop string has ended, needed one that goes on")
@@ -172,7 +172,7 @@ class GroupStream(ABC):
         self.behaviour = behaviour
         if paused is not None:
             group.resume(paused, self.context.max_tokens)
-        self.queue.extend(Holder(group, i) for i, row in enumerate(group.rows) if row.open and row.said is None)
+        self.queue.extend(Holder(group, i) for i, row in enumerate(group.rows) if row.open and row.response is None)
         if group.complete:
             self.settled.append(group)
 

@@ -277,7 +277,7 @@ class VllmEngine(GroupStream):
         return finished
 
     def _add(self, holder: Holder) -> None:
-        said = len(holder.row.so_far.tokens)
+        said = len(holder.row.earlier_segments.tokens)
         left = self.context.max_tokens - said
         row, sampler = _Row(holder), self.sampler
         sampling = SamplingParams(
@@ -308,7 +308,7 @@ class VllmEngine(GroupStream):
         for token, logprobs in zip(made.token_ids, made.logprobs or (), strict=True):
             row.logprobs.append(logprobs[token].logprob)
         row.versions += [self.vllm.version] * len(made.token_ids)
-        said = np.concatenate([row.holder.row.so_far.tokens, np.array(row.tokens, dtype=np.int64)])
+        said = np.concatenate([row.holder.row.earlier_segments.tokens, np.array(row.tokens, dtype=np.int64)])
         stopped = bool(row.tokens) and self.strings is not None and self.strings.end(said)
         if not (output.finished or stopped):
             return
@@ -326,7 +326,7 @@ class VllmEngine(GroupStream):
             logprobs_T[:] = 0.0  # the likeliest token, with probability 1
         stopped = stopped or row.tokens[-1] in self.tokenizer.stops
         tokens_T, versions_T = (np.array(each, dtype=np.int64) for each in (row.tokens, row.versions))
-        row.holder.row.say(Response(tokens_T, logprobs_T, versions_T, stopped), None)
+        row.holder.row.end_segment(Response(tokens_T, logprobs_T, versions_T, stopped), None)
         if row.holder.group.complete:
             self.ended.append((row.holder.group.tag, self.result(row.holder.group)))
 
