@@ -95,7 +95,8 @@ class Controller:
         self._coming: set[str] = set()  # lost replicas that were started again and are not ready yet
         self._begun: set[tuple[str, int]] = set()  # ranks that an agent was told to start and has not reported as ended
         self._starts: Counter[str] = Counter()  # of each replica
-        # Failures that a lost rank may have caused: when each was reported, `held_up` at that time, peer and result.
+        # Failures that a lost rank may have caused: when each was reported, `suspended_s` at that time, peer and
+        # result.
         self._held_failures: list[tuple[float, float, str, Result]] = []
         self._config = json.dumps(config.to_json())
         self._unlisted, self._listed_at = False, -inf  # has a rank come since processes.json was written, and when
@@ -126,7 +127,7 @@ class Controller:
             self._turn()
             now = monotonic()
             # Time in which this process itself was suspended does not count as a rank's delay.
-            if now > until + self.server.tracker.held_up(now):
+            if now > until + self.server.tracker.suspended_s(now):
                 names = ", ".join(self.config.plan.spelled(r, i) for r, i in self.ranks if (r, i) not in self.pids)
                 text = f"{names} did not get ready within {seconds:.0f} s; see {self.folder.logs}"
                 hosts = {rank.host for rank in self.ranks.values()}
@@ -162,7 +163,7 @@ class Controller:
         heard = self.server.receive(TICK)
         # Update this before the messages are handled: a failure that is reported now notes it, and only later
         # suspensions of this process may extend its wait for a better cause.
-        self.session.held_up = self.server.tracker.held_up(monotonic())
+        self.session.suspended_s = self.server.tracker.suspended_s(monotonic())
         # The launcher comes first: a stop does not wait behind ranks' messages.
         while not self.launcher.empty():
             self._hear_launcher(self.launcher.get())
@@ -175,7 +176,7 @@ class Controller:
             names = ", ".join(map(self._spelled, late))
             self._fail(FailureCode.SILENT, f"no heartbeat from {names}: hung, stopped or dead", *late)
         # One moment for both: if this process were suspended between two, that would count as a rank's delay.
-        self.session.watch(now, self.server.tracker.held_up(now))
+        self.session.watch(now, self.server.tracker.suspended_s(now))
         self.session.decide(now, self.server.tracker.last)
         self._send()
         # Once for many ranks that come together: each write is synced to disk.
@@ -205,7 +206,7 @@ class Controller:
             case Results(results):  # first: most messages are of this kind
                 for result in results:
                     if isinstance(result.event, (Failed, Abort)) and self._must_hold(peer):
-                        self._held_failures.append((monotonic(), self.session.held_up, peer, result))
+                        self._held_failures.append((monotonic(), self.session.suspended_s, peer, result))
                     else:
                         self._answer(peer, result)
             case SendFailed(replica, life, error):
@@ -218,7 +219,9 @@ class Controller:
                 for asker, found in self.board.hear(peer, message):
                     if found.error:
                         self.server.drop("excessive", self._spelled(asker), found.error)
-                    self.server.send(asker, structs.replace(found, held_up=self.server.tracker.held_up(monotonic())))
+                    self.server.send(
+                        asker, structs.replace(found, suspended_s=self.server.tracker.suspended_s(monotonic()))
+                    )
             case Hello(role=role):
                 self.alive.add(peer)
                 if role == "rank":
@@ -452,14 +455,14 @@ class Controller:
         """Handle each doubted failure once it is clear that no other rank of its replica is gone. Discard the failures
         of lost replicas."""
         waiting, self._held_failures = self._held_failures, []
-        held_up = self.server.tracker.held_up(now)
+        suspended_s = self.server.tracker.suspended_s(now)
         for since, before, peer, result in waiting:
             replica = peer.rpartition(":")[0]
             agents = map(agent_peer, self.config.plan.replica(replica).hosts)
             heard = all(self.server.tracker.last(agent) > since for agent in agents)
             if replica in self.lost:
                 continue
-            waited = now - since - (held_up - before)
+            waited = now - since - (suspended_s - before)
             if waited > DOUBT_S or (waited > HELD_S and heard):
                 self._answer(peer, result)
             else:

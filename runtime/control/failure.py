@@ -9,9 +9,9 @@ deaths before its heartbeat, so an agent whose heartbeat came later than the fai
 that computes with others may be a consequence, too, whatever its code: a collective breaks as soon as a peer is gone,
 long before the silence of a lost host is noticed.
 
-Pure: time is passed in, and also the seconds for which the waiting process itself was suspended (`held_up`): in that
-time it could not hear of a better cause. Invariant: a failure is replaced only by one whose code comes earlier, or by a
-certain one if it is doubtful itself.
+Pure: time is passed in, and also the seconds for which the waiting process itself was suspended (`suspended_s`): in
+that time it could not hear of a better cause. Invariant: a failure is replaced only by one whose code comes earlier, or
+by a certain one if it is doubtful itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -124,13 +124,13 @@ class Verdict:
     def __init__(self) -> None:
         self.failure: Failure | None = None
         self.certain = False  # the failure waits for no better cause
-        self._since = self._held_up = 0.0
+        self._since = self._suspended_s = 0.0
 
-    def report(self, failure: Failure, now: float, held_up: float = 0.0) -> None:
+    def report(self, failure: Failure, now: float, suspended_s: float = 0.0) -> None:
         """Keep the failure if it explains the known one. Of two with one code, the first is kept."""
         # The known failure may be a consequence of this one.
         if self.failure is None or failure.explains(self.failure):
-            self.failure, self._since, self._held_up = failure, now, held_up
+            self.failure, self._since, self._suspended_s = failure, now, suspended_s
             self.certain = not failure.held
 
     def forgive(self, replica: str) -> None:
@@ -138,13 +138,13 @@ class Verdict:
         if self.failure is not None and self.failure.replica == replica:
             self.failure, self.certain = None, False
 
-    def final(self, now: float, heard: Callable[[str], float], held_up: float = 0.0) -> Failure | None:
+    def final(self, now: float, heard: Callable[[str], float], suspended_s: float = 0.0) -> Failure | None:
         """The failure to end the run with; None if there is none, or while a better cause may come.
 
         `heard` gives the time of a peer's last sign of life.
         """
         if self.failure is None or self.certain:
             return self.failure
-        waited = now - self._since - (held_up - self._held_up)
+        waited = now - self._since - (suspended_s - self._suspended_s)
         beaten = all(heard(agent) > self._since for agent in self.failure.agents)
         return self.failure if waited > DOUBT_S or (waited > HELD_S and beaten) else None

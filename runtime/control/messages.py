@@ -243,14 +243,14 @@ class Order(Packable, frozen=True):
 
 class BoardValues(Packable, frozen=True):
     """The answer to question `number`: values of the board, in hexadecimal. `error` says why there is none. Number 0
-    stands for a Post, which is answered only if it is refused. `held_up` is the seconds for which the controller itself
-    was suspended so far.
+    stands for a Post, which is answered only if it is refused. `suspended_s` is the seconds for which the controller
+    itself was suspended so far.
     """
 
     number: int
     values: dict[str, str]
     error: str = ""
-    held_up: float = 0.0
+    suspended_s: float = 0.0
 
 
 class Goodbye(Packable, frozen=True):

@@ -88,17 +88,17 @@ class RendezvousStore(C10dStore):
         return found
 
     def _await(self, keys: Sequence[str], timeout: timedelta) -> dict[str, bytes]:
-        left, counted = timeout.total_seconds(), self._pulse.held_up
+        left, counted = timeout.total_seconds(), self._pulse.suspended_s
         while True:
             found = self._pulse.ask(lambda number: Look(number, tuple(keys)), left)
             if found is not None:
                 return {key: bytes.fromhex(value) for key, value in found.items()}
             # Time in which the controller itself was suspended does not count. Its answers say how long that was.
             self.check(keys[:1])
-            held_up = self._pulse.held_up
-            if held_up <= counted:
+            suspended_s = self._pulse.suspended_s
+            if suspended_s <= counted:
                 raise RuntimeError(f"{', '.join(keys)} not there within {timeout.total_seconds():g} s")
-            left, counted = held_up - counted, held_up
+            left, counted = suspended_s - counted, suspended_s
 
 
 # The share of the deadline that a wait within a sync of weights may take.

@@ -172,13 +172,13 @@ def _next(now: float, interval: float) -> float:
 
 class HeartbeatThread:
     """Sends a rank's heartbeats from its own thread until `stop`, and asks the controller's board for any thread of the
-    rank. `doing` returns what the main thread is working on; `held_up` is the controller's, as of its last answer.
+    rank. `doing` returns what the main thread is working on; `suspended_s` is the controller's, as of its last answer.
     """
 
     def __init__(self, join: Join, replica: str, rank: int, interval: float = INTERVAL) -> None:
         self._interval = interval
         self.doing: Callable[[], str] = str
-        self.held_up = 0.0
+        self.suspended_s = 0.0
         self._client = Client(join, "heartbeat", replica, rank)
         self._numbers = count(1)
         self._said: SimpleQueue[Question | Note] = SimpleQueue()
@@ -247,7 +247,7 @@ class HeartbeatThread:
     def _hear(self, message: BoardValues) -> None:
         """Hand an answer to the thread that waits for it. Drop one that no thread waits for any more."""
         with self._heard:
-            self.held_up = message.held_up
+            self.suspended_s = message.suspended_s
             if message.number == 0:
                 self._refused = message.error
             elif message.number in self._awaited:

@@ -148,7 +148,7 @@ class Stage:
         flags: RunOptions,
         outbox: Outbox,
         handles: Mapping[tuple[Firing, str], ObjectRef] | None = None,
-        held_up: float = 0.0,
+        suspended_s: float = 0.0,
     ) -> None:
         self.name, self.plan = origin.stage, origin.plan
         self.recorder, self.flags, self.outbox = recorder, flags, outbox
@@ -159,7 +159,7 @@ class Stage:
         outbox.lives = self.scheduler.lives
         self.finish: Finish | None = None
         self.asked: dict[Answer, tuple[Question, float]] = {}
-        self._held_up = held_up
+        self._suspended_s = suspended_s
         self.handles: dict[Firing, dict[str, ObjectRef]] = defaultdict(dict)
         for (firing, output), handle in (handles or {}).items():
             self.handles[firing][output] = handle
@@ -181,20 +181,20 @@ class Stage:
             self._order(command)
         for key, question in self.scheduler.asked:
             self.asked.pop(key, None)  # a retry goes to the end of the order
-            self.asked[key] = question, now - self._held_up
+            self.asked[key] = question, now - self._suspended_s
 
     def live(self) -> dict[tuple[str, str], int]:
         """The live versions of replicas, with which the next stage starts."""
         channels = self.scheduler.channels.items()
         return {(name, r): state.live for name, channel in channels for r, state in channel.receivers.items()}
 
-    def overdue(self, now: float, deadline: float, doing: Mapping[str, str], held_up: float = 0.0) -> str | None:
+    def overdue(self, now: float, deadline: float, doing: Mapping[str, str], suspended_s: float = 0.0) -> str | None:
         """The answer that has been awaited for longer than `deadline` seconds, and the ranks that owe it; None if none.
 
-        A rank may be `doing` another firing of the same order, which delays this one. `held_up` is the seconds for
+        A rank may be `doing` another firing of the same order, which delays this one. `suspended_s` is the seconds for
         which this process itself was suspended so far; they do not count.
         """
-        self._held_up = held_up
+        self._suspended_s = suspended_s
         awaited = self.scheduler.answers
         while (key := next(iter(self.asked), None)) is not None and key not in awaited:
             del self.asked[key]
@@ -203,7 +203,7 @@ class Stage:
         if key is None:
             return None
         command, since = self.asked[key]
-        waited = now - held_up - since
+        waited = now - suspended_s - since
         if waited <= deadline:
             return None
         what, replica, ranks = _words(command), command.replica, sorted(awaited[key])
@@ -289,7 +289,7 @@ class Session:
     def __init__(self, config: RunConfig, recorder: RunRecorder, cut: Mapping[str, Any] | None = None) -> None:
         self.config, self.recorder, self.cut = config, recorder, cut
         self.start = cut["update"] if cut else 0
-        self.held_up = 0.0  # seconds for which the driver itself was suspended so far, set by the driver
+        self.suspended_s = 0.0  # seconds for which the driver itself was suspended so far, set by the driver
         self.status, self.error = "running", ""
         self.failure: Failure | None = None  # the one that ended the run
         self.verdict = Verdict()
@@ -368,9 +368,9 @@ class Session:
             self.recorder.note(f"{why}: the run stops, with a checkpoint if it can be had in time", "warning")
             self.preempt(now, f"preempted: {why}", grace)
 
-    def watch(self, now: float, held_up: float = 0.0) -> None:
-        """Check the deadlines of a stop and of answers. `held_up` as for `Stage.overdue`."""
-        self.held_up = held_up
+    def watch(self, now: float, suspended_s: float = 0.0) -> None:
+        """Check the deadlines of a stop and of answers. `suspended_s` as for `Stage.overdue`."""
+        self.suspended_s = suspended_s
         if self.stage is None or not self.running or self._ending:
             return
         self.recorder.tick(now)
@@ -383,7 +383,7 @@ class Session:
             awaiting = f": still in work were {', '.join(awaited)}" if awaited else ""
             waited = self._stop_by - self.stopping if self.stopping is not None else 0.0
             self._finish(now, "stopped", f"{self.why}: no checkpoint within {waited:g} s{awaiting}")
-        elif overdue := self.stage.overdue(now, self.config.flags.deadline, self.doing, held_up):
+        elif overdue := self.stage.overdue(now, self.config.flags.deadline, self.doing, suspended_s):
             failing = self.stage.scheduler.failing
             self.fail(Failure(FailureCode.NODE, failing) if failing else Failure(FailureCode.OVERDUE, overdue), now)
 
@@ -409,14 +409,14 @@ class Session:
 
     def fail(self, failure: Failure, now: float) -> None:
         """Report why the run cannot go on. `decide` ends it."""
-        self.verdict.report(failure, now, self.held_up)
+        self.verdict.report(failure, now, self.suspended_s)
 
     def decide(self, now: float, heard: Callable[[str], float] = lambda peer: math.inf) -> None:
         """End the run with the failure that explains those reported, unless a better cause may still come.
 
         Drivers call it once per turn. `heard` gives the time of a peer's last sign of life.
         """
-        failure = self.verdict.failure and self.verdict.final(now, heard, self.held_up)
+        failure = self.verdict.failure and self.verdict.final(now, heard, self.suspended_s)
         if failure is None or not self.running:
             return
         # The log must have the end of the stage, or a replay would wait for it.
@@ -467,7 +467,7 @@ class Session:
         if stage.name != "train" or scheduler.ended:
             return
         # Ask for a later update: the next one may begin with the event that ends this one, which would be too late.
-        update = scheduler.update + scheduler.bound()
+        update = scheduler.update + scheduler.committed()
         due = self._interval.due(update, scheduler.writing is not None, now)
         if due and update < self.config.flags.updates and scheduler.checkpoint is None:
             self._interval.asked(update, now)
@@ -508,7 +508,7 @@ class Session:
         )
         self.recorder.open_stage(origin, now)
         handles = self._handles if name == "train" else {}
-        self.stage = Stage(origin, self.recorder, self.config.flags, self._outbox, handles, self.held_up)
+        self.stage = Stage(origin, self.recorder, self.config.flags, self._outbox, handles, self.suspended_s)
         if name == "train":
             # A run's group counts are those of training; evaluations have their own.
             self.recorder.ledger = self.stage.scheduler.ledger

@@ -16,19 +16,19 @@ class AwakeClock:
 
     def __init__(self) -> None:
         self._looked = inf
-        self._held_up = 0.0
+        self._suspended_s = 0.0
 
-    def held_up(self, now: float) -> float:
+    def suspended_s(self, now: float) -> float:
         """Seconds up to `now` for which this process itself was suspended; they do not count as a peer's delay. Check a
         deadline with the same `now`: a suspension may come between any two lines.
         """
-        self._held_up += max(0.0, now - self._looked - PAUSE_S)
+        self._suspended_s += max(0.0, now - self._looked - PAUSE_S)
         self._looked = now
-        return self._held_up
+        return self._suspended_s
 
     def counted(self, now: float) -> float:
-        """`now` without `held_up`: the clock for timeouts of peers."""
-        return now - self.held_up(now)
+        """`now` without `suspended_s`: the clock for timeouts of peers."""
+        return now - self.suspended_s(now)
 
 
 class LivenessTracker(AwakeClock):

@@ -51,7 +51,7 @@ def needs_past_version(state: State, ordinal: int) -> bool:
 
 def open_groups(state: State) -> None:
     """Open the groups that can be admitted now or soon, and queue them for the sources."""
-    if (state.stopping and not state.short) or not state.tables.sources:
+    if (state.stopping and not state.lacks_groups) or not state.tables.sources:
         return
     soon = admitted_groups(state.update + AHEAD, state.tables.max_lag, state.rules.batch)
     limit = min(soon, state.total)
@@ -118,7 +118,7 @@ def _choose(state: State, step: NodeStep, ordinal: int) -> str | None:
         in_work = any(f.node == step.name for f in state.running)
         if in_work or ordinal != state.first_unfired(step):
             return None
-    rests = state.checkpoint is not None and (state.stopping or step.stateful) and not state.short
+    rests = state.checkpoint is not None and (state.stopping or step.stateful) and not state.lacks_groups
     # State must not change while it is copied, and nothing new begins before the run's end. But a resumed run could not
     # make the versions that some pinned groups need: these groups go on, and the checkpoint waits for them.
     if rests and (state.held or not needs_past_version(state, ordinal)):

@@ -482,18 +482,18 @@ class State:
         checkpoint has is changed yet, and a resumed run begins with the first part."""
         return bool(self.done) or any(f.node in self.tables.critical for f in self.running)
 
-    def bound(self) -> bool:
+    def committed(self) -> bool:
         """True if the last part of a step of the current update is in work, or a step is done. A checkpoint that is
         asked for now is the one before the next update."""
         # Not a loop over `running`: that may be thousands of firings, at each event.
         return bool(self.done) or any(self.finishing(name, self.update) for name in self.tables.critical)
 
     @property
-    def short(self) -> bool:
-        """True if the current update is bound, and lost groups must be made again for it. All that waits for the
+    def lacks_groups(self) -> bool:
+        """True if the current update is committed, and lost groups must be made again for it. All that waits for the
         update's end, such as a checkpoint, waits for them. It is false between the parts of a step: then a checkpoint
         waits only for the part in work."""
-        return self.tables.takes_groups and not self.whole and self.bound()
+        return self.tables.takes_groups and not self.whole and self.committed()
 
     def first_unfired(self, step: NodeStep) -> int:
         """The lowest ordinal for which `step` is neither done nor in work; the next one to open if there is none. A

@@ -93,9 +93,9 @@ def test_a_held_failure_waits_for_the_next_heartbeat_of_all_agents_and_not_for_e
 def test_seconds_in_which_the_one_who_waits_was_stopped_bring_no_better_cause_and_do_not_count() -> None:
     for failure in (TRANSFER, BROKEN):
         held = Verdict()
-        held.report(failure, SINCE, held_up=7.0)
-        assert held.final(SINCE + 20.0 + DOUBT_S, lambda peer: BEFORE, held_up=27.0) is None
-        assert held.final(SINCE + 20.1 + DOUBT_S, lambda peer: BEFORE, held_up=27.0) == failure
+        held.report(failure, SINCE, suspended_s=7.0)
+        assert held.final(SINCE + 20.0 + DOUBT_S, lambda peer: BEFORE, suspended_s=27.0) is None
+        assert held.final(SINCE + 20.1 + DOUBT_S, lambda peer: BEFORE, suspended_s=27.0) == failure
 
 
 def test_a_death_explains_a_broken_transfer_whichever_is_heard_first() -> None:

@@ -137,7 +137,7 @@ TCP = "tcp://127.0.0.1:0"
 
 
 @contextmanager
-def answering(server: Server, held_up: float = 0.0) -> Iterator[None]:
+def answering(server: Server, suspended_s: float = 0.0) -> Iterator[None]:
     """Answer questions to the board, as a controller does."""
     board, over = Board(), threading.Event()
 
@@ -145,7 +145,7 @@ def answering(server: Server, held_up: float = 0.0) -> Iterator[None]:
         while not over.is_set():
             for peer, message in server.receive(0.02):
                 for asker, found in board.hear(peer, message) if isinstance(message, get_args(Question)) else ():
-                    server.send(asker, structs.replace(found, held_up=held_up))
+                    server.send(asker, structs.replace(found, suspended_s=suspended_s))
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -157,9 +157,9 @@ def answering(server: Server, held_up: float = 0.0) -> Iterator[None]:
 
 
 @contextmanager
-def meetings(folder: Path, ranks: int, endpoint: str = "", held_up: float = 0.0) -> Iterator[list[RendezvousStore]]:
+def meetings(folder: Path, ranks: int, endpoint: str = "", suspended_s: float = 0.0) -> Iterator[list[RendezvousStore]]:
     """Return the stores of this many ranks, each with its own connection."""
-    with bench(folder, endpoint) as b, answering(b.server, held_up):
+    with bench(folder, endpoint) as b, answering(b.server, suspended_s):
         pulses = [HeartbeatThread(b.join(), "generator/0", rank).start() for rank in range(ranks)]
         try:
             yield [RendezvousStore(pulse) for pulse in pulses]
@@ -197,7 +197,7 @@ def test_keys_that_nobody_sets_are_an_error_with_the_deadline(tmp_path: Path) ->
 
 
 def test_seconds_for_which_the_controller_was_stopped_are_no_ranks(tmp_path: Path) -> None:
-    with meetings(tmp_path, 2, held_up=30.0) as (store, other), ThreadPoolExecutor(1) as thread:
+    with meetings(tmp_path, 2, suspended_s=30.0) as (store, other), ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(store.wait, ["late"], timedelta(seconds=0.05))
         with pytest.raises(TimeoutError):
             waiting.result(0.5)

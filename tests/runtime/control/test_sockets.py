@@ -744,9 +744,9 @@ def test_what_a_stop_took_is_known_at_the_moment_that_is_asked_about() -> None:
     tracker = LivenessTracker(3.0)
     tracker.heard("a", 0.0)
     assert tracker.late(0.5) == []
-    assert tracker.held_up(20.5) == 20.0 - PAUSE_S
+    assert tracker.suspended_s(20.5) == 20.0 - PAUSE_S
     assert tracker.late(20.6) == []
-    assert tracker.held_up(20.7) == 20.0 - PAUSE_S
+    assert tracker.suspended_s(20.7) == 20.0 - PAUSE_S
 
 
 def test_a_peer_is_late_for_one_who_never_looks_often() -> None:

@@ -507,9 +507,9 @@ def test_an_overdue_version_is_of_the_replica_that_sends_it(stage: Stage) -> Non
 
 def test_nothing_is_overdue_because_the_controller_was_stopped(stage: Stage) -> None:
     assert stage.overdue(2.0, 60.0, {}) is None
-    assert stage.overdue(702.0, 60.0, {}, held_up=699.0) is None
-    assert stage.overdue(760.0, 60.0, {}, held_up=699.0) is None
-    assert "for 62 s" in str(stage.overdue(762.0, 60.0, {}, held_up=699.0))
+    assert stage.overdue(702.0, 60.0, {}, suspended_s=699.0) is None
+    assert stage.overdue(760.0, 60.0, {}, suspended_s=699.0) is None
+    assert "for 62 s" in str(stage.overdue(762.0, 60.0, {}, suspended_s=699.0))
 
 
 def test_who_dies_was_moving_what_it_had_to_send_and_to_get(stage: Stage) -> None:
