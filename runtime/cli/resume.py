@@ -46,8 +46,8 @@ from penstock.runtime.record.checkpoints import (
     read_facts,
     refusal,
     require_no_link,
+    resume_point_without,
     update_of,
-    without,
 )
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.event_log import read_log
@@ -348,6 +348,6 @@ def _require_checkpoint(saved: SavedCheckpoint, config: RunConfig) -> None:
         try:
             text = refusal(part, read_facts(part))
         except ValueError as error:
-            raise CommandError(f"{error}; {without(saved.folder)}") from error
+            raise CommandError(f"{error}; {resume_point_without(saved.folder)}") from error
         if text:
             raise CommandError(text)

@@ -162,7 +162,7 @@ def newest_usable(folder: RunFolder, *, refused: bool = False) -> tuple[SavedChe
     return None, damaged
 
 
-def without(place: Path) -> str:
+def resume_point_without(place: Path) -> str:
     """Say where a resume begins if the damaged checkpoint in the folder `place` is moved away."""
     # A host with its own run folder does not know which folders count.
     if not _COUNTS.fullmatch(place.name):
@@ -211,7 +211,7 @@ def _read(folder: RunFolder, place: Path) -> SavedCheckpoint:
         if given is not None and given != _check(facts):
             raise RecordError(f"{place / CUT}: given facts of another checksum than theirs; {NEEDED}")
     except RecordError as error:
-        raise RecordError(f"{error}; {without(place)}") from None
+        raise RecordError(f"{error}; {resume_point_without(place)}") from None
     saved = msgspec.convert(facts, SavedCheckpoint)
     return structs.replace(saved, folder=place, written=saved.written or place.name)
 

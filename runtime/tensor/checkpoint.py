@@ -32,7 +32,14 @@ from torch import Tensor
 
 from penstock.graph.ir import Firing
 from penstock.graph.protocols import Carried, Sharded
-from penstock.runtime.record.checkpoints import FORMAT, StateError, UnreadableError, part_path, refusal, without
+from penstock.runtime.record.checkpoints import (
+    FORMAT,
+    StateError,
+    UnreadableError,
+    part_path,
+    refusal,
+    resume_point_without,
+)
 from penstock.runtime.record.folder import open_regular, sync
 from penstock.runtime.record.typed_json import NEEDED
 from penstock.runtime.tensor.codec import CodecError, decode, encode
@@ -126,7 +133,7 @@ class StateFile:
 
 
 def _damage(path: Path, what: object) -> UnreadableError:
-    return UnreadableError(f"{path}: not a readable state: {what}; {NEEDED}; {without(path.parent)}")
+    return UnreadableError(f"{path}: not a readable state: {what}; {NEEDED}; {resume_point_without(path.parent)}")
 
 
 @contextmanager
