@@ -84,7 +84,7 @@ def synced(rank: int, folder: str, device: str, over: Event) -> int:
     link = ReplicaLink("weights", store, timeout=DEADLINE_S, transport=kind)
     transport = link.open("destination" if rank else "source", device=device)
     version, last = 0, False
-    with SideStream(device).apart():
+    with SideStream(device).detached():
         while not last:
             version += 1
             if rank:

@@ -261,9 +261,9 @@ def _moment_bytes(parameter: Tensor) -> int:
 
 class Learner(MasterWeights[Model]):
     """A model that learns by AdamW. `updates` is the length of the run, for schedules of the learning rate, which
-    `lr_warmup` and `lr_decay` change; `context` has the run's settings, and keys random draws of updates. `on_host`:
-    moments are on the host, except for those that a step is working on. Raises ValueError if the host lacks the memory
-    for the moments of its ranks."""
+    `lr_warmup` and `lr_decay` change; `context` has the run's settings, and keys random draws of updates.
+    `optimizer_on_host`: moments are on the host, except for those that a step is working on. Raises ValueError if the
+    host lacks the memory for the moments of its ranks."""
 
     def __init__(self, master: Model, tokenizer: Tokenizer, context: Context) -> None:
         super().__init__(_freeze_base(master), tokenizer, context)
@@ -273,8 +273,8 @@ class Learner(MasterWeights[Model]):
         self.parts: list[tuple[float, dict[str, float]]] = []
         self._idle = True  # whether all gradients since the last version were 0
         self._idle_updates = 0
-        self.on_host = context.optimizer_state == "host"
-        if self.on_host:
+        self.optimizer_on_host = context.optimizer_state == "host"
+        if self.optimizer_on_host:
             self._check_host()
 
     def backward(
@@ -346,7 +346,7 @@ class Learner(MasterWeights[Model]):
         self.workers.each(lambda gradient: gradient.mul_(scale), list(gradients.values()))
         self.optimizer.lr, self.optimizer.weight_decay = lr, options["weight_decay"]
         self.optimizer.betas = options["betas"][0], options["betas"][1]
-        if self.on_host:
+        if self.optimizer_on_host:
             self._step_in_buckets()
         else:
             # One piece for each thread.
@@ -375,7 +375,7 @@ class Learner(MasterWeights[Model]):
 
     def offloadable(self) -> Mapping[str, Tensor]:
         """The optimizer's moments too, which only its steps read, unless they are on the host anyway."""
-        return {**super().offloadable(), **({} if self.on_host else self._moments())}
+        return {**super().offloadable(), **({} if self.optimizer_on_host else self._moments())}
 
     def _step_in_buckets(self) -> None:
         """Make a step whose moments are copied from the host and back, a bucket at a time. Each element is computed as
@@ -419,8 +419,8 @@ class Learner(MasterWeights[Model]):
 
     def _offloaded_copy(self, moment: Tensor) -> Tensor:
         """A copy of a moment where moments are between steps."""
-        copy = moment.to("cpu" if self.on_host else self.device, copy=True)
-        return copy.pin_memory() if self.on_host and self.device.type == "cuda" else copy
+        copy = moment.to("cpu" if self.optimizer_on_host else self.device, copy=True)
+        return copy.pin_memory() if self.optimizer_on_host and self.device.type == "cuda" else copy
 
     def _moments(self) -> dict[str, Tensor]:
         """The moments by their names in a state; none before the first step."""

@@ -120,7 +120,7 @@ class Offload:
             # After the allocation: what has this memory until then may still be queued on that stream.
             free = fence(self._device)
         # In parallel with later computation.
-        with SideStream(self._device).apart(free):
+        with SideStream(self._device).detached(free):
             for name, tensor in self._tensors.items():
                 target[name].copy_(tensor.detach(), non_blocking=True)
             fence(self._device).synchronize()

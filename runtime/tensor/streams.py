@@ -26,19 +26,19 @@ class SideStream:
         self._stream: Any = None  # made at its first use: a process that only plans has no device
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def in_order(self) -> Iterator[None]:
         """Run the block's work in this stream: after all work queued on the current stream so far, and before all work
         that is queued there later.
         """
         current = current_stream(self._device)
-        with self.apart(fence(self._device)):
+        with self.detached(fence(self._device)):
             try:
                 yield
             finally:
                 current.wait_event(fence(self._device))
 
     @contextmanager
-    def apart(self, after: Fence | None = None) -> Iterator[None]:
+    def detached(self, after: Fence | None = None) -> Iterator[None]:
         """Run the block's work, of this thread, in this stream, after the work of the fence `after`."""
         if self._stream is None:
             with on_device(self._device):

@@ -203,7 +203,7 @@ class WeightPublisher:
         self._carried = self._carried if carried is None else carried
         names = hashed_tensors(self._proof, version, self._names)
         weights = self._carried.weights()
-        with self._stream.beside():
+        with self._stream.in_order():
             snapshot = self._free_snapshot(version)
             hashed = partial(self._checksums.digests, snapshot.parts, names)
             digests = snapshot.take(version, weights, hashed, self._convert)
@@ -225,7 +225,7 @@ class WeightPublisher:
         try:
             copies = self._planned(mesh)
             started = time.perf_counter()
-            with self._stream.apart():  # without a fence: a snapshot is complete when `publish` returns
+            with self._stream.detached():  # without a fence: a snapshot is complete when `publish` returns
                 nbytes = transport.send(snapshot.version, copies, snapshot.parts)
             return Moved(snapshot.version, nbytes, time.perf_counter() - started, 0.0)
         finally:
@@ -358,7 +358,7 @@ class WeightReceiver:
 
     def _receive(self, version: int, digests: Mapping[str, int], transport: Receiving) -> Moved:
         try:
-            with self._stream.apart(self._read):
+            with self._stream.detached(self._read):
                 return self._received(version, digests, transport)
         finally:
             self._busy = False

@@ -227,8 +227,8 @@ def test_state_moves_after_what_uses_its_memory_on_a_stream_of_its_own(card: Car
 
 def test_on_a_cpu_streams_are_torchs_own_that_do_nothing() -> None:
     side = streams.SideStream("cpu")
-    with side.beside():
+    with side.in_order():
         assert streams.current_stream(torch.device("cpu")) is not None
-    with side.apart(streams.fence(torch.device("cpu"))):
+    with side.detached(streams.fence(torch.device("cpu"))):
         pass
     assert streams.streams_of(torch.device("cpu")) is torch.cpu
