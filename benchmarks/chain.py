@@ -6,7 +6,7 @@ Each is a process with one rank on this machine, and weights are sent as message
 which a process sends, on all of its links together, is limited to `--gb-per-s`, as by a network card of its own:
 otherwise only the machine's memory and cores would be measured. A time is from the trainer's start until the last
 replica has the version, proved. `trainer_bytes` is what the trainer sends for one version, and `message_ms` is the time
-of one message on a card, which each further link of a chain adds. The two ways take turns.
+of one message on a card, which each further link of a chain adds. The two methods take turns.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from penstock.runtime.tensor.reshard import BUCKET
 from penstock.runtime.tensor.send_recv import MessageTransport
 from penstock.runtime.tensor.weight_sync import Moved, WeightPublisher, WeightReceiver
 
-WAYS = ("direct", "chain")
+METHODS = ("direct", "chain")
 TENSORS = 16
 TIMEOUT = 60.0
 
@@ -77,9 +77,9 @@ class Spans:
         self._folder = folder
         self._opened: dict[str, MessageTransport] = {}
 
-    def open(self, way: str, source: int, target: int, side: Any) -> MessageTransport:
+    def open(self, method: str, source: int, target: int, side: Any) -> MessageTransport:
         """Return the link from replica `source`, or from the trainer for -1, opened at first use."""
-        name = f"{way}-{source}-{target}"
+        name = f"{method}-{source}-{target}"
         if name not in self._opened:
             opened = ReplicaLink(name, FileStore(str(self._folder / name)), timeout=TIMEOUT, transport="messages").open(
                 side
@@ -90,29 +90,29 @@ class Spans:
 
 
 def replica(folder: Path, index: int, replicas: int, rate: float) -> None:
-    """Run a replica's process. Each input line is a way and the facts of a version; the answers are that it has arrived
-    and the digest of the weights after the swap."""
+    """Run a replica's process. Each input line is a method and the facts of a version; the answers are that it has
+    arrived and the digest of the weights after the swap."""
     torch.set_num_threads(1)
     Card(rate)
     spans = Spans(folder)
     legs: dict[str, ChainHop] = {}
-    for way in WAYS:
-        linked = way == "chain" and index > 0
-        upstream = partial(spans.open, way, index - 1 if linked else -1, index, "destination")
-        onward = partial(spans.open, way, index, index + 1, "source")
-        last = way == "direct" or index == replicas - 1
-        legs[way] = ChainHop(
-            ChainForwarder(way, 0, lambda error: sys.exit(str(error))), upstream, None if last else onward, linked
+    for method in METHODS:
+        linked = method == "chain" and index > 0
+        upstream = partial(spans.open, method, index - 1 if linked else -1, index, "destination")
+        onward = partial(spans.open, method, index, index + 1, "source")
+        last = method == "direct" or index == replicas - 1
+        legs[method] = ChainHop(
+            ChainForwarder(method, 0, lambda error: sys.exit(str(error))), upstream, None if last else onward, linked
         )
-    receivers = {way: WeightReceiver(way) for way in WAYS}
+    receivers = {method: WeightReceiver(method) for method in METHODS}
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
-        way, version, digests, description = json.loads(line)
-        receivers[way].describe(description)
-        receivers[way].receive(version, digests, legs[way])
+        method, version, digests, description = json.loads(line)
+        receivers[method].describe(description)
+        receivers[method].receive(version, digests, legs[method])
         print(json.dumps("arrived"), flush=True)
-        receivers[way].swap(version)
-        print(json.dumps(digest(receivers[way].weights.tensors)), flush=True)
+        receivers[method].swap(version)
+        print(json.dumps(digest(receivers[method].weights.tensors)), flush=True)
 
 
 class Trainer:
@@ -121,19 +121,19 @@ class Trainer:
     def __init__(self, folder: Path, nbytes: int, processes: list[Any], rate: float) -> None:
         self.card, self.spans, self.processes = Card(rate), Spans(folder), processes
         self.policy = Policy(nbytes)
-        self.publishers = {way: WeightPublisher(way, self.policy) for way in WAYS}
+        self.publishers = {method: WeightPublisher(method, self.policy) for method in METHODS}
 
-    def sync(self, way: str, version: int) -> dict[str, float]:
+    def sync(self, method: str, version: int) -> dict[str, float]:
         self.policy.advance()
-        facts = [way, version, self.publishers[way].publish(version), self.publishers[way].description]
+        facts = [method, version, self.publishers[method].publish(version), self.publishers[method].description]
         ended: SimpleQueue[Moved | Exception] = SimpleQueue()
-        targets = range(len(self.processes)) if way == "direct" else (0,)
+        targets = range(len(self.processes)) if method == "direct" else (0,)
         before, started = self.card.sent, time.perf_counter()
         for process in self.processes:
             process.stdin.write(json.dumps(facts) + "\n")
             process.stdin.flush()
         for target in targets:
-            threading.Thread(target=lambda t=target: ended.put(self._send(way, version, t)), daemon=True).start()
+            threading.Thread(target=lambda t=target: ended.put(self._send(method, version, t)), daemon=True).start()
         assert {json.loads(process.stdout.readline()) for process in self.processes} == {"arrived"}
         taken = time.perf_counter() - started
         for _ in targets:
@@ -141,8 +141,8 @@ class Trainer:
         same = [json.loads(process.stdout.readline()) == digest(self.policy.tensors) for process in self.processes]
         return {"ms": 1e3 * taken, "bytes": self.card.sent - before, "equal": all(same)}
 
-    def _send(self, way: str, version: int, target: int) -> Moved:
-        return self.publishers[way].send(version, self.spans.open(way, -1, target, "source"))
+    def _send(self, method: str, version: int, target: int) -> Moved:
+        return self.publishers[method].send(version, self.spans.open(method, -1, target, "source"))
 
 
 def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -153,20 +153,20 @@ def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     try:
         assert {json.loads(process.stdout.readline()) for process in processes} == {"ready"}
         trainer = Trainer(folder, args.mb * 1_000_000, processes, args.gb_per_s * 1e9)
-        found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+        found: dict[str, list[dict[str, float]]] = {method: [] for method in METHODS}
         for version in range(args.repeats + 1):
-            for way in WAYS:
-                found[way].append(trainer.sync(way, version))
+            for method in METHODS:
+                found[method].append(trainer.sync(method, version))
         del found["direct"][0], found["chain"][0]  # in the first, links are opened and memory is first touched
     finally:
         for process in processes:
             process.kill()
             process.communicate()
-    times = {f"{way}_ms": spread([row["ms"] for row in found[way]]) for way in WAYS}
+    times = {f"{method}_ms": spread([row["ms"] for row in found[method]]) for method in METHODS}
     return {
         "bytes": trainer.policy.tensors["w0"].nbytes * TENSORS,
         "bit_equal": all(row["equal"] for rows in found.values() for row in rows),
-        "trainer_bytes": {way: int(found[way][0]["bytes"]) for way in WAYS},
+        "trainer_bytes": {method: int(found[method][0]["bytes"]) for method in METHODS},
         **times,
         "speedup": times["direct_ms"]["median"] / times["chain_ms"]["median"],
         "message_ms": BUCKET / args.gb_per_s / 1e6,

@@ -140,19 +140,23 @@ def figures(found: Mapping[str, Sequence[Mapping[str, float]]], nbytes: int, mem
     def middle(phase: str, key: str = "ms") -> float:
         return statistics.median(entry[key] for entry in found[phase])
 
-    snapshot = statistics.median(entry["publish"] for way in ("gloo", "shm") for entry in found[f"{way} off"])
+    snapshot = statistics.median(
+        entry["publish"] for transport in ("gloo", "shm") for entry in found[f"{transport} off"]
+    )
     proved = [phase for phase in REPEATS if "base" not in phase]
     hashing = {phase: max(0.0, middle(phase, "publish") - snapshot) for phase in proved}
     base, swaps = middle("base"), sorted(entry["swap"] for entry in found["shm full"])
     times = {
-        f"{way}{suffix}": middle(f"{way} {proof}") + (hashing[f"{way} {proof}"] if proof != "off" else 0.0)
-        for way in ("gloo", "shm")
+        f"{transport}{suffix}": middle(f"{transport} {proof}")
+        + (hashing[f"{transport} {proof}"] if proof != "off" else 0.0)
+        for transport in ("gloo", "shm")
         for suffix, proof in (("", "full"), ("_unproved", "off"))
     }
     put = nbytes / times["shm_unproved"] / 1e6
     shares = {
-        f"proof_share_of_{way}": (hashing[f"{way} full"] + middle(f"{way} full", "prove")) / times[way]
-        for way in ("gloo", "shm")
+        f"proof_share_of_{transport}": (hashing[f"{transport} full"] + middle(f"{transport} full", "prove"))
+        / times[transport]
+        for transport in ("gloo", "shm")
     }
     exact = {
         "gather_broadcast_ms": base,
@@ -169,8 +173,8 @@ def figures(found: Mapping[str, Sequence[Mapping[str, float]]], nbytes: int, mem
         "receiver_digest_ms": middle("shm full", "prove"),
         **shares,
         "snapshot_ms": snapshot,
-        **{f"{way}_wire_ms": middle(f"{way} off", "wire") for way in ("gloo", "shm")},
-        **{f"{way}_rebuild_ms": middle(f"rebuild {way} full") for way in ("gloo", "shm")},
+        **{f"{transport}_wire_ms": middle(f"{transport} off", "wire") for transport in ("gloo", "shm")},
+        **{f"{transport}_rebuild_ms": middle(f"rebuild {transport} full") for transport in ("gloo", "shm")},
     }
     if "ray object store" in found:
         ray = middle("ray object store")

@@ -96,7 +96,7 @@ class Source:
         self.rank, self.folder, self.policy = rank, folder, Policy(rank)
         self.base = Base(folder, rank)
         self.publishers: dict[str, WeightPublisher] = {}
-        self.ways: dict[str, Transport] = {}
+        self.transports: dict[str, Transport] = {}
 
     def publish(self, phase: str, version: int) -> dict[str, Any]:
         if phase not in self.publishers:
@@ -122,21 +122,21 @@ class Source:
         if phase.startswith("base"):
             self.base.send(self.policy.tensors, keep=phase.endswith("kept"))
         else:
-            if phase not in self.ways:
-                self.ways[phase] = _bridge(self.folder, phase).open("source", self.rank)
-            self.publishers[phase].send(version, self.ways[phase], mesh=REPLICA)
+            if phase not in self.transports:
+                self.transports[phase] = _bridge(self.folder, phase).open("source", self.rank)
+            self.publishers[phase].send(version, self.transports[phase], mesh=REPLICA)
         return {"start": started, "end": perf_counter()}
 
     def rebuild(self, phase: str, epoch: int) -> dict[str, Any]:
         """Close the link and open a new one."""
         started = perf_counter()
-        self.ways[phase].close()
-        self.ways[phase] = _bridge(self.folder, phase, epoch).open("source", self.rank)
+        self.transports[phase].close()
+        self.transports[phase] = _bridge(self.folder, phase, epoch).open("source", self.rank)
         return {"start": started, "end": perf_counter()}
 
     def close(self) -> None:
-        for way in self.ways.values():
-            way.close()
+        for transport in self.transports.values():
+            transport.close()
 
 
 class _Opened:
@@ -145,17 +145,17 @@ class _Opened:
     def __init__(self, bridge: ReplicaLink, rank: int, memory: SharedMemory | None) -> None:
         self.rank, self.memory = rank, memory
         self.bridge = bridge
-        self.way: Transport | None = None
+        self.transport: Transport | None = None
 
     def receive(self, *facts: Any) -> int:
-        way = self.way or self.reopen(self.bridge)
-        return way.receive(*facts)
+        transport = self.transport or self.reopen(self.bridge)
+        return transport.receive(*facts)
 
     def reopen(self, bridge: ReplicaLink) -> Transport:
-        if self.way is not None:
-            self.way.close()
-        self.way = bridge.open("destination", self.rank, self.memory)
-        return self.way
+        if self.transport is not None:
+            self.transport.close()
+        self.transport = bridge.open("destination", self.rank, self.memory)
+        return self.transport
 
 
 class Destination:
@@ -177,10 +177,10 @@ class Destination:
             started = perf_counter()
             self.base.receive(self.live, keep=phase.endswith("kept"))
             return {"start": started, "end": perf_counter()}
-        receiver, way = self._receiver(phase)
+        receiver, transport = self._receiver(phase)
         receiver.describe(facts["description"])
         started = perf_counter()
-        moved = receiver.receive(version, facts["digests"], way)
+        moved = receiver.receive(version, facts["digests"], transport)
         end = perf_counter()
         receiver.swap(version)
         swapped = perf_counter() - end

@@ -167,10 +167,10 @@ def rates(device: str) -> tuple[float, float]:
 
 
 def overlap(device: str) -> Iterator[Figures]:
-    """Send weights of the 1B model from one process to another on the card, by each way: alone, and while the sender
+    """Send weights of the 1B model from one process to another on the card, by each method: alone, and while the sender
     trains and the receiver decodes; also measure their steps alone and during a sync."""
-    for way in ("shm off",) if device == "cpu" else ("cuda_ipc off", "cuda_ipc full", "messages off"):
-        yield {way: synced(device, way, beside=True)}
+    for method in ("shm off",) if device == "cpu" else ("cuda_ipc off", "cuda_ipc full", "messages off"):
+        yield {method: synced(device, method, beside=True)}
 
 
 def nccl(device: str) -> Iterator[Figures]:
@@ -179,8 +179,8 @@ def nccl(device: str) -> Iterator[Figures]:
     if device == "cpu":
         yield {"messages full": synced(device, "messages full")}
         return
-    for way in ("nccl off", "nccl full", "nccl full fp8"):
-        yield {way: synced(device, way, repeats=3)}
+    for method in ("nccl off", "nccl full", "nccl full fp8"):
+        yield {method: synced(device, method, repeats=3)}
 
 
 def mesh(device: str) -> Iterator[Figures]:
@@ -262,20 +262,20 @@ class Rank:
         self.lines.put(f"status {self.process.wait()}")
 
 
-def synced(device: str, way: str, beside: bool = False, repeats: int = REPEATS) -> Figures:
-    """Measure syncs in two new processes, so that nothing that another way left on the card affects them."""
+def synced(device: str, method: str, beside: bool = False, repeats: int = REPEATS) -> Figures:
+    """Measure syncs in two new processes, so that nothing that another method left on the card affects them."""
     with tempfile.TemporaryDirectory() as name:
         ranks = [Rank(side, Path(name), device) for side in ("source", "destination")]
         try:
             for rank in ranks:
                 rank.answer()
             source, destination = ranks
-            found: Figures = {"alone": syncs(way, source, destination, range(WARM + repeats))}
+            found: Figures = {"alone": syncs(method, source, destination, range(WARM + repeats))}
             if beside:
                 found["train_step_ms"] = source.ask("work", steps=3)["ms"]
                 found["decode_step_ms"] = destination.ask("work", steps=10)["ms"]
                 more = range(WARM + repeats, 2 * WARM + repeats + 4)
-                found["beside"] = syncs(way, source, destination, more, beside=True)
+                found["beside"] = syncs(method, source, destination, more, beside=True)
             return found
         except RuntimeError as error:
             return {"error": str(error)}
@@ -284,13 +284,13 @@ def synced(device: str, way: str, beside: bool = False, repeats: int = REPEATS) 
                 rank.end()
 
 
-def syncs(way: str, source: Rank, destination: Rank, versions: range, beside: bool = False) -> Figures:
+def syncs(method: str, source: Rank, destination: Rank, versions: range, beside: bool = False) -> Figures:
     """Run syncs; return medians. `ms` is from the last start to the last end, after the snapshot (`publish_ms`)."""
     times: dict[str, list[float]] = {}
     for version in versions:
-        published = source.ask("publish", way=way, version=version)
-        destination.tell("move", way=way, version=version, facts=published["facts"], beside=beside)
-        source.tell("move", way=way, version=version, beside=beside)
+        published = source.ask("publish", method=method, version=version)
+        destination.tell("move", method=method, version=version, facts=published["facts"], beside=beside)
+        source.tell("move", method=method, version=version, beside=beside)
         sent, arrived = source.answer(), destination.answer()
         if version < versions.start + WARM:
             continue

@@ -1,6 +1,6 @@
 """The two processes of a sync on one card: `python gpu_ranks.py SIDE FOLDER DEVICE`.
 
-Each input line is an order, each output line an answer. A way names the transport ("cuda_ipc", "shm", "messages",
+Each input line is an order, each output line an answer. A method names the transport ("cuda_ipc", "shm", "messages",
 "nccl"), the proof, and the wire format if it differs from the weights' own. During a sync the sender can train and the
 receiver decode, as in a run.
 """
@@ -145,15 +145,15 @@ class Source(Rank):
     def __init__(self, folder: Path, device: str) -> None:
         super().__init__(folder, device)
         self.policy = Policy(device, self.config)
-        self.way, self.publisher = "", WeightPublisher(CHANNEL, self.policy)
+        self.method, self.publisher = "", WeightPublisher(CHANNEL, self.policy)
         self.transport: Transport | None = None
         self.model: CausalLM | None = None
 
-    def publish(self, way: str, version: int) -> dict[str, Any]:
-        if way != self.way:
+    def publish(self, method: str, version: int) -> dict[str, Any]:
+        if method != self.method:
             proof: Any
-            _, proof, *wire = way.split()
-            self.way, self.transport = way, None
+            _, proof, *wire = method.split()
+            self.method, self.transport = method, None
             self.publisher = WeightPublisher(
                 CHANNEL, self.policy, device=self.device, keep=1, proof=proof, wire="".join(wire)
             )
@@ -164,9 +164,9 @@ class Source(Rank):
         seconds = perf_counter() - started
         return {"facts": {"digests": digests, "description": self.publisher.description}, "seconds": seconds}
 
-    def transfer(self, version: int, way: str, **_: Any) -> dict[str, Any]:
+    def transfer(self, version: int, method: str, **_: Any) -> dict[str, Any]:
         if self.transport is None:
-            self.transport = link_of(self.folder, way).open("source", device=self.device)
+            self.transport = link_of(self.folder, method).open("source", device=self.device)
         started = perf_counter()
         moved = self.publisher.send(version, self.transport)
         return {"start": started, "end": perf_counter(), "bytes": moved.nbytes, "by": type(self.transport).__name__}
@@ -190,13 +190,13 @@ class Source(Rank):
 class _Opening:
     """A link that is opened at its first use, when the arena exists."""
 
-    def __init__(self, folder: Path, way: str, memory: WritableMemory | None, device: str) -> None:
-        self.folder, self.way, self.memory, self.device = folder, way, memory, device
+    def __init__(self, folder: Path, method: str, memory: WritableMemory | None, device: str) -> None:
+        self.folder, self.method, self.memory, self.device = folder, method, memory, device
         self.transport: Transport | None = None
 
     def receive(self, *facts: Any) -> int:
         if self.transport is None:
-            self.transport = link_of(self.folder, self.way).open("destination", 0, self.memory, self.device)
+            self.transport = link_of(self.folder, self.method).open("destination", 0, self.memory, self.device)
         return self.transport.receive(*facts)
 
 
@@ -205,14 +205,14 @@ class Destination(Rank):
 
     def __init__(self, folder: Path, device: str) -> None:
         super().__init__(folder, device)
-        self.way, self.receiver = "", WeightReceiver(CHANNEL)
+        self.method, self.receiver = "", WeightReceiver(CHANNEL)
         self.opening: _Opening
         self.memories: list[WritableMemory] = []
         self.generator: Generator | None = None
 
-    def transfer(self, version: int, way: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-        if way != self.way:
-            self._begin(way)
+    def transfer(self, version: int, method: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+        if method != self.method:
+            self._begin(method)
         self.receiver.describe(facts["description"])
         started = perf_counter()
         moved = self.receiver.receive(version, facts["digests"], self.opening)
@@ -229,26 +229,26 @@ class Destination(Rank):
             self.generator.fill(Policy(self.device, self.config).tensors)
         return self.generator.step()
 
-    def _begin(self, way: str) -> None:
+    def _begin(self, method: str) -> None:
         memory: WritableMemory | None = None
-        transport = way.split()[0]
+        transport = method.split()[0]
         if transport == "shm":
-            memory = SharedMemory(f"gpu{self.folder.stat().st_ino}", way)
+            memory = SharedMemory(f"gpu{self.folder.stat().st_ino}", method)
         elif transport == "cuda_ipc":
-            memory = DeviceMemory(self.device, way, TIMEOUT)
+            memory = DeviceMemory(self.device, method, TIMEOUT)
         self.memories += [memory] if memory else []
         self.receiver = WeightReceiver(CHANNEL, device=self.device, allocate=memory)
-        self.way, self.opening = way, _Opening(self.folder, way, memory, self.device)
+        self.method, self.opening = method, _Opening(self.folder, method, memory, self.device)
 
     def close(self) -> None:
         for memory in self.memories:
             memory.close()
 
 
-def link_of(folder: Path, way: str) -> ReplicaLink:
-    """Return the link between the two, which uses only the transport that the way names."""
-    transport: Any = way.split()[0]
-    store = FileStore(str(folder / way.replace(" ", "-")))
+def link_of(folder: Path, method: str) -> ReplicaLink:
+    """Return the link between the two, which uses only the transport that the method names."""
+    transport: Any = method.split()[0]
+    store = FileStore(str(folder / method.replace(" ", "-")))
     return ReplicaLink(CHANNEL, store, timeout=TIMEOUT, transport=transport)
 
 

@@ -81,17 +81,17 @@ def peak(dtype: str, cores: int) -> float:
 
 def _fastest_s(x: Tensor, weight: Tensor, cores: int) -> float:
     """Measure the seconds of one core for x @ weight.T, by the fastest method."""
-    ways: list[Callable[[], object]] = [lambda: functional.linear(x, weight), lambda: kernels.linear(x, weight)]
+    methods: list[Callable[[], object]] = [lambda: functional.linear(x, weight), lambda: kernels.linear(x, weight)]
     if (ordered := kernels.packed(weight, len(x))) is not None:
-        ways.append(lambda: kernels.multiplied(x, ordered))
-    return min(_core_s(way, cores) for way in ways)
+        methods.append(lambda: kernels.multiplied(x, ordered))
+    return min(_core_s(method, cores) for method in methods)
 
 
 def _gradient_s(wide: Tensor, narrow: Tensor, cores: int) -> float:
     """Measure the seconds of one core for a weight's gradient, by the fastest method."""
     turned, other = wide.T.contiguous(), narrow.T.contiguous()
-    ways: list[Callable[[], object]] = [lambda: wide.T @ narrow, lambda: kernels.linear(turned, other)]
-    return min(_core_s(way, cores) for way in ways)
+    methods: list[Callable[[], object]] = [lambda: wide.T @ narrow, lambda: kernels.linear(turned, other)]
+    return min(_core_s(method, cores) for method in methods)
 
 
 def _core_s(product: Callable[[], object], cores: int) -> float:
