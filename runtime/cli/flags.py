@@ -427,8 +427,8 @@ class Planning:
     subject = "planning"
 
     cluster: Annotated[str, Shown("SPEC", "needed for a plan")] = ""
-    """Hosts x GPUs x kind, such as 32x8xH100, several joined by "+"; a TOML file; or "this": this machine, as `penstock
-    doctor --measure` has measured it."""
+    """Hosts x GPUs x kind, such as 32x8xH100, or 8xH100 for one host, several joined by "+"; a TOML file; or "this":
+    this machine, as `penstock doctor --measure` has measured it."""
     model: Annotated[str, Shown("NAME", "needed for a plan")] = ""
     """A shape such as llama-8b or qwen3-0.6b, a model directory with its config.json, or a name of the Hub."""
     lengths: Annotated[str, Shown("MEAN,SIGMA|FILE|RUN", "1000,0.7, or less where --max-tokens is below 4,000")] = ""

@@ -362,7 +362,7 @@ def _filled(name: str, own: Any) -> Any:
     return {**base, **{key: value for key, value in own.items() if key != "like"}, **nested}
 
 
-_PART = re.compile(r"(\d+)x(\d+)x([A-Za-z]\w*)")
+_PART = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z]\w*)")
 
 
 # The word for this machine, once it is measured.
@@ -376,7 +376,7 @@ def read_cluster(given: str, this: Path | None = None) -> Cluster:
     """The cluster that `--cluster` names; "this" is the one in the file `this`. Raises ClusterError for an invalid word
     or file, with what is needed.
 
-    >>> len(read_cluster("2x8xH100+1x4xB200").hosts)
+    >>> len(read_cluster("2x8xH100+4xB200").hosts)
     3
     """
     if given == THIS and this is not None:
@@ -395,9 +395,10 @@ def read_cluster(given: str, this: Path | None = None) -> Cluster:
 def _hosts_of_spec(given: str, part: str, first: int) -> list[Host]:
     match = _PART.fullmatch(part)
     if match is None:
-        needed = f"hosts x GPUs x kind such as 32x8xH100, several joined by '+', a TOML file, or {THIS!r}"
+        needed = "hosts x GPUs x kind such as 32x8xH100, GPUs x kind of one host such as 8xH100"
+        needed += f", several joined by '+', a TOML file, or {THIS!r}"
         raise ClusterError(f"--cluster {given}: given {part or given!r}, needed {needed}")
-    count, gpus, kind = int(match[1]), int(match[2]), match[3]
+    count, gpus, kind = int(match[1] or 1), int(match[2]), match[3]
     if not (count and gpus):
         raise ClusterError(f"--cluster {given}: given {count} hosts of {gpus} GPUs, needed at least 1 of each")
     if count * gpus > MOST_GPUS:

@@ -184,11 +184,17 @@ def test_nvlink_ends_with_the_host_unless_more_gpus_are_joined_than_a_host_has(g
     assert nodes.gpu.nvlink_gpus == joined
 
 
+def test_a_word_without_hosts_is_one_host() -> None:
+    assert read_cluster("8xH100") == read_cluster("1x8xH100")
+    assert [host.name for host in read_cluster("8xH100+2x4xA100").hosts] == ["host0", "host1", "host2"]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("32x8xH10", "--cluster 32x8xH10: given GPUs of kind 'H10'; did you mean 'H100'?"),
-        ("8xH100", "given '8xH100', needed hosts x GPUs x kind such as 32x8xH100"),
+        ("H100", "given 'H100', needed hosts x GPUs x kind such as 32x8xH100, GPUs x kind of one host such as 8xH100"),
+        ("0xH100", "given 1 hosts of 0 GPUs, needed at least 1 of each"),
         ("32x8xH100+", "given '32x8xH100+', needed hosts x GPUs x kind"),
         ("0x8xH100", "given 0 hosts of 8 GPUs, needed at least 1 of each"),
         ("9999999x8xH100", "given 79999992 GPUs in 9999999x8xH100, needed at most 100000"),
