@@ -35,7 +35,7 @@ from penstock.graph.program import trace_evaluation
 from penstock.graph.protocols import Finite, Pinned, Source, num_ranks
 from penstock.graph.requires import Check, opened, requirements
 from penstock.graph.types import NodeWarning
-from penstock.runtime.cli.flags import ELSEWHERE
+from penstock.runtime.cli.flags import ELSEWHERE, NEW
 from penstock.runtime.cli.parse import clashes, parse
 from penstock.runtime.cli.sources import own_files
 from penstock.runtime.cli.tracing import CommandError, faults_text
@@ -131,8 +131,10 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
                 cluster = Cluster.read(Path(flags.cluster)) if flags.cluster else Cluster.local(len(gpus()))
                 wanted = dataclasses.replace(wanted, device=choose_device(wanted.device, made, cluster))
         if wanted is not None and plan is not None:
-            # The meshes of a plan fit its model; the parent checks that this model has the same shape.
-            wanted = dataclasses.replace(wanted, mesh=())
+            # The meshes of a plan fit its model; the parent checks that this model has the same shape. The small one of
+            # a run without --model never has: what the plan's options ask of it (a longer context) is no fault.
+            unlike = flags.model in ("", NEW) and not flags.on
+            wanted = None if unlike else dataclasses.replace(wanted, mesh=())
         if verb == "check" and wanted is not None:
             faults += [fault for fault, _ in unmet(made, wanted)]
             faults = faults or _tried(made, wanted)[0]

@@ -173,6 +173,21 @@ def test_check_says_whether_a_run_would_take_a_plan_and_how_flags_program_model_
     assert bool(leaving.value.code) == bool(found)
 
 
+@pytest.mark.parametrize("verb", ["check", "run"])
+def test_a_plan_for_a_named_model_asks_for_it_and_tries_no_other(
+    verb: str, say: Say, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The small model that is built without --model has a context of 32 tokens, and this plan 4,096 for a response."""
+    from penstock.runtime.cli.main import main
+
+    say("plan", "aipo", "--cluster", "4xH100", "--model", "qwen3-0.6b", "--out", "named.json")
+    with pytest.raises(SystemExit):
+        main([verb, "aipo", "--plan", "named.json"])
+    said = capsys.readouterr()
+    found = codes(said.out + said.err)
+    assert (found[0], "out-of-range" in found) == ("plan-model", False)
+
+
 def test_a_plan_is_read_once(planned: Path, say: Say, home: Path) -> None:
     """A plan may come from a pipe, which can be read only once."""
     os.mkfifo(home / "pipe.json")
