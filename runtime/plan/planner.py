@@ -233,6 +233,8 @@ def plan(
     if outcome.best is None:
         raise PlanError(f"time limit: given {time_limit:g} s, which found no plan; needed more")
     second = Alternative("runner-up", outcome.runner_up, outcome.proved, "no other split fits")
+    if second.found is not None:
+        others = [each for each in others if each.found is None or each.found.split != second.found.split]
     total, taken = sum(nodes.gpus for nodes in found), time.monotonic() - began
     placed = tuple(pool for pool in (roles.trainer, roles.generator, *roles.beside) if pool in cluster.pools)
     return Planned(
@@ -302,14 +304,15 @@ def _pins(roles: Roles, meshes: Mapping[str, Axes], others: Pins) -> Pins:
 
 
 def _by_hand(found: Sequence[NodeGroup]) -> list[tuple[str, GpuSplit]]:
-    """The manual splits: fixed shares of all GPUs with any layouts, models beside the policy with the trainer."""
+    """The manual splits, by their GPUs: half of all for the generator, three quarters, or all shared; with any layouts,
+    and models beside the policy with the trainer."""
     shared = max(found, key=lambda nodes: nodes.gpus * nodes.gpu.flops("bf16"))
-    splits = [
-        ("half and half", _shares(found, 0.5)),
-        ("75:25 (generator : trainer)", _shares(found, 0.75)),
+    # On few hosts both shares may be the same split.
+    splits = dict.fromkeys(split for part in (0.5, 0.75) if (split := _shares(found, part)))
+    return [
+        *((f"{' + '.join(map(str, split.sizes))} (trainer + generator)", split) for split in splits),
         ("all shared, synchronous", GpuSplit(Allocation(shared, shared.gpus), None)),
     ]
-    return [(name, split) for name, split in splits if split is not None]
 
 
 def _shares(found: Sequence[NodeGroup], part: float) -> GpuSplit | None:

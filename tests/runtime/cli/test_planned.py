@@ -36,7 +36,7 @@ def test_json_has_the_plan_its_pools_and_its_alternatives(facts: Facts, tmp_path
     assert narrow["pools"][1]["precision"] == "fp8"
     assert scorer["devices"] == 0
     assert trainer["devices"] + generator["devices"] <= said["gpus"] == 8 or "shares" in generator
-    names = ["half and half", "75:25 (generator : trainer)", "all shared, synchronous"]
+    names = ["4 + 4 (trainer + generator)", "2 + 6 (trainer + generator)", "all shared, synchronous"]
     assert [other["name"] for other in said["alternatives"]][1:] == names
     assert all(other["period_s"] >= said["period_s"] and other["bound"] for other in said["alternatives"])
     (tmp_path / "cluster.toml").write_text(FILE)
@@ -66,12 +66,12 @@ def test_text_says_what_is_best_what_bounds_it_and_which_gpus_alternatives_take(
     shown = say("plan", "aipo", *SMALL, "--lag", 0)
     for line in (
         r"(?m)^period .*\n? *.*optimal\s+under\s+the\s+model$", "bound ", "memory ", "runner-up",
-        r"all shared, synchronous +\S+ m?s, .*8 shared H100: ", "75:25",
-        r"half and half +\S+ m?s, \S+ % more, 4 \+ 4 H100: ",
+        r"all shared, synchronous +\S+ m?s, .*8 shared H100: ", r"2 \+ 6 \(",
+        r"4 \+ 4 \(trainer \+ generator\) +\S+ m?s, \S+ % more, 4 \+ 4 H100: ",
     ):  # fmt: skip
         assert re.search(line, shown), line
     mixed = say("plan", "aipo", "--cluster", "1x8xH100+1x8xA100", *SMALL[2:])
-    assert re.search(r"half and half .*, 8 H100 \+ 8 A100:", mixed)
+    assert re.search(r"8 \+ 8 \(.*, 8 H100 \+ 8 A100:", mixed)
 
 
 def test_optimal_is_not_printed_of_a_search_that_was_cut_off() -> None:

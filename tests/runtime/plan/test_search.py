@@ -323,10 +323,19 @@ def test_however_little_time_there_is_a_plan_comes_with_an_honest_gap() -> None:
     assert 0 < len(begun.heap) < 2000
 
 
+def test_a_split_set_by_hand_is_told_once() -> None:
+    """Half and three quarters of two hosts are the same split; the runner-up may be one set by hand, too."""
+    for cluster in ("2x8xH100", "4x8xH100"):
+        said = plan(_graph("aipo"), read_cluster(cluster), _work())
+        splits = [other.found.split for other in said.alternatives if other.found is not None]
+        assert all(split not in splits[:place] for place, split in enumerate(splits))
+        assert len({other.name for other in said.alternatives}) == len(said.alternatives)
+
+
 @pytest.mark.parametrize(("cluster", "sizes"), [("3x8xH100+5x8xA100", (24, 32)), ("2x8xH100+2x8xA100", (16, 16))])
 def test_a_split_set_by_hand_has_gpus_of_several_kinds(cluster: str, sizes: tuple[int, int]) -> None:
     said = plan(_graph("aipo"), read_cluster(cluster), _work())
-    half = next(other for other in said.alternatives if other.name == "half and half")
+    half = next(other for other in said.alternatives if other.name == f"{sizes[0]} + {sizes[1]} (trainer + generator)")
     assert half.found is not None
     split = half.found.split
     assert split.sizes == sizes
@@ -337,7 +346,7 @@ def test_no_plan_set_by_hand_beats_the_optimum() -> None:
     said = plan(_graph("aipo"), read_cluster("2x4xH100"), _work())
     assert said.optimal
     assert [other.name for other in said.alternatives] == [
-        "runner-up", "half and half", "75:25 (generator : trainer)", "all shared, synchronous",
+        "runner-up", "4 + 4 (trainer + generator)", "all shared, synchronous",
     ]  # fmt: skip
     assert all(o.found is None or o.found.period_s >= said.best.period_s for o in said.alternatives)
     assert all(pool.memory.bytes <= pool.memory_available for pool in said.pools if pool.devices)
@@ -402,10 +411,10 @@ def test_a_single_host_is_shared_out_in_any_parts() -> None:
     assert nodes.share_out([5, 3]) == [("a",), ("a",)]
     said = plan(_graph("aipo"), read_cluster("1x8xH100"), _work(), meshes={"trainer": (("fsdp", 6),)})
     assert [pool.devices for pool in said.pools if pool.devices] == [6, 2]
-    by_hand = next(other for other in said.alternatives if other.name.startswith("75:25"))
+    by_hand = next(other for other in said.alternatives if other.name.startswith("2 + 6"))
     assert by_hand.why == "not with --mesh as given"
     free = plan(_graph("aipo"), read_cluster("1x8xH100"), _work())
-    found = next(other.found for other in free.alternatives if other.name.startswith("75:25"))
+    found = next(other.found for other in free.alternatives if other.name.startswith("2 + 6"))
     assert found is not None
     assert found.split.sizes == (2, 6)
 
@@ -780,7 +789,7 @@ def test_a_split_that_a_given_mesh_excludes_is_told_apart_from_one_that_does_not
     machines, work = read_cluster("1x8xH100"), _work("qwen3-1.7b", 4)
     given = plan(_graph("aipo"), machines, work, meshes={"trainer": (("fsdp", 2),)})
     excluded = [other.name for other in given.alternatives if "--mesh" in other.why]
-    assert excluded == ["half and half", "all shared, synchronous"]
+    assert excluded == ["4 + 4 (trainer + generator)", "all shared, synchronous"]
 
 
 def test_a_plan_that_no_run_can_be_says_so_with_the_codes() -> None:
