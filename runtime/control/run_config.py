@@ -476,9 +476,12 @@ class RunConfig:
 
     @property
     def kept_versions(self) -> int:
-        """The number of versions of weights that a sender keeps."""
+        """The number of versions of weights that a sender keeps: the newest, which the scheduler sends to each replica
+        before it has the next one published."""
+        if not self.elastic:
+            return 1
         # Groups of the current update and of all that are under way may restart, with the versions that they had.
-        return 2 + max(Tables(graph, self.plan).max_lag for graph in self.graphs) * bool(self.elastic)
+        return 2 + max(Tables(graph, self.plan).max_lag for graph in self.graphs)
 
     def modules(self) -> tuple[str, ...]:
         """Modules of this package, and of torch, that ranks need for the makers and nodes of this run, sorted.

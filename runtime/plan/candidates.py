@@ -32,8 +32,6 @@ from penstock.runtime.plan.train_cost import Memory, Trainer, beside_memory, hos
 from penstock.runtime.plan.workload import BoolArray, FloatArray, IntArray, Workload
 
 FEWEST_SLOTS = 8
-# Versions of weights of which a trainer keeps snapshots (`kept_versions` of a run).
-VERSIONS = 2
 # Parts of a step that take n GPUs at least 1 / n of one GPU's time.
 SHARED_OUT = ("products", "attention", "elementwise", "logits")
 
@@ -518,8 +516,8 @@ class LayoutCandidates:
 
     @property
     def snapshots(self) -> float:
-        """The bytes of a weight in the snapshots that generators read."""
-        return VERSIONS * BYTES[self.precision]
+        """The bytes of a weight in the snapshot that generators read."""
+        return BYTES[self.precision]
 
     def dedicated(self, nodes: NodeGroup) -> GeneratorTable:
         """All layouts of a generator on dedicated GPUs."""

@@ -99,7 +99,9 @@ def refuse(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
             lines.append(f"{role} ({needs.mesh}): {given}. {change}")
     if len(lines) > 1:
         return PlanError("\n".join(lines))
-    alone = [n for i in node_groups for n in i.sizes if candidates.trainers(i, n, Models(0)).at(0)]
+    states = _states(candidates, node_groups)
+    every = [replace(candidates, resorts=replace(candidates.resorts, host_state=on_host)) for on_host in states]
+    alone = [n for i in node_groups for n in i.sizes if any(each.trainers(i, n, Models(0)).at(0) for each in every)]
     tables = [(i, candidates.generators(i, i.sizes, None)) for i in node_groups]
     decoding = [n for i, table in tables for n in i.sizes if n in table.gpus]
     if not (alone and decoding):

@@ -67,6 +67,12 @@ def a_run(**options: Any) -> RunConfig:
     return RunConfig.make(trace(load("toy"), {}), None, HOST, RunOptions(**{"device": "cpu", **options}))
 
 
+@pytest.mark.parametrize(("options", "kept"), [({}, 1), ({"lost_replica": "replace", "versions": "pinned"}, 3)])
+def test_a_sender_keeps_the_versions_that_a_replica_may_still_need(options: dict[str, Any], kept: int) -> None:
+    """The newest; and where replicas are replaced those of all groups under way, at a lag of 1."""
+    assert a_run(**options).kept_versions == kept
+
+
 def test_every_option_is_a_flag_of_the_same_name_type_and_default() -> None:
     options, flags = ({f.name: (f.type, f.default) for f in fields(cls)} for cls in (RunOptions, RunFlags))
     assert options.items() <= flags.items()

@@ -295,13 +295,13 @@ def test_a_generators_cache_is_a_token_of_every_layer_for_each_slot() -> None:
         assert generator_memory(Generator(SHAPES[name], H100, Parallel(tp=8), 1), 1).parts["cache"] == width * 2
 
 
-def test_a_trainer_keeps_two_versions_of_the_weights_that_it_sends() -> None:
-    """Until receivers have read the one, the next one is made (`WeightPublisher`)."""
+def test_a_trainer_has_a_snapshot_of_the_weights_that_it_sends() -> None:
+    """Each rank of its shard (`WeightPublisher`)."""
     for trainer, shard in ((ALONE, LLAMA.parameters), (TRAINER, LLAMA.parameters / TRAINER.mesh.fsdp)):
-        sending, alone = trainer_memory(trainer, snapshots=4.0), trainer_memory(trainer)
-        assert sending.parts["snapshots"] == pytest.approx(2 * 2 * shard)
-        assert sending.bytes - alone.bytes == pytest.approx(2 * 2 * shard)
-    assert not trainer_memory(replace(TRAINER, frozen=True), snapshots=4.0).parts["snapshots"]
+        sending, alone = trainer_memory(trainer, snapshots=2.0), trainer_memory(trainer)
+        assert sending.parts["snapshots"] == pytest.approx(2 * shard)
+        assert sending.bytes - alone.bytes == pytest.approx(2 * shard)
+    assert not trainer_memory(replace(TRAINER, frozen=True), snapshots=2.0).parts["snapshots"]
 
 
 def test_roles_that_share_a_gpu_add_up_and_reserve_once() -> None:
