@@ -3,7 +3,7 @@
     prompts ─► generate ─► score ──► gae ─► policy_update ─► policy
        policy ───▲  └──► critic_values ─┴─► critic_update ─► critic
 
-Left out: shared weights of policy and critic (equation 9). `rlhf` has a penalty on divergence.
+Left out: shared weights of policy and critic. The entropy bonus is `entropy=` of `policy_update`, 0 here.
 """
 
 from functools import partial
@@ -31,7 +31,6 @@ def ppo(
     clip: float = 0.2,
     value_clip: float = 0.2,
     lam: float = 0.95,
-    entropy: float = 0.0,
     lr: float = 1e-4,
     critic_lr: float = 3e-4,
 ) -> dict[str, Policy | Critic]:
@@ -45,7 +44,6 @@ def ppo(
         clip: bound of the policy's ratio around 1.
         value_clip: how far an update may move the critic's values.
         lam: lambda of GAE: 1 uses only the rewards, 0 mostly the critic.
-        entropy: bonus per nat of entropy of a token's distribution.
         lr: learning rate of the policy's AdamW; a model of a billion parameters wants 1e-6.
         critic_lr: learning rate of the critic's.
     """
@@ -55,9 +53,7 @@ def ppo(
     values = critic_values(critic, rollouts)
     advantage, returns = gae(rewards, values, rollouts, lam=lam)
     loss = partial(clipped, clip_low=clip, clip_high=clip)
-    learnt = policy_update(
-        policy, rollouts, advantage, loss=loss, entropy=entropy, lr=lr, epochs=epochs, minibatches=minibatches
-    )
+    learnt = policy_update(policy, rollouts, advantage, loss=loss, lr=lr, epochs=epochs, minibatches=minibatches)
     expects = critic_update(
         critic, rollouts, values, returns, clip=value_clip, lr=critic_lr, epochs=epochs, minibatches=minibatches
     )
