@@ -38,16 +38,26 @@ def feedback(graph: Graph) -> dict[str, dict[str, int]]:
     return flow
 
 
-def _cycles(flow: Mapping[str, Mapping[str, int]], starts: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def cycles(flow: Mapping[str, Mapping[str, int]], starts: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Each cycle that goes through some of `starts` once, from the first of these."""
+    before: dict[str, list[str]] = {name: [] for name in flow}
+    for name, following in flow.items():
+        for after in following:
+            before[after].append(name)
     for number, start in enumerate(starts):
+        # A path stays among nodes from which it can come back: on a branch that ends, paths may double at each node.
+        back, found = {start}, [start]
+        while found:
+            more = {name for name in before[found.pop()] if name not in back and name not in starts[:number]}
+            back |= more
+            found += more
         paths: list[tuple[str, ...]] = [(start,)]
         while paths:
             path = paths.pop()
             for after in flow[path[-1]]:
                 if after == start:
                     yield path
-                elif after not in path and after not in starts[:number]:
+                elif after in back and after not in path:
                     paths.append((*path, after))
 
 
@@ -116,7 +126,7 @@ def period_bound(
     bounds = [Bound(0.0)]
     flow = feedback(graph)
     # Feedback goes through carried values, and so does each cycle.
-    for cycle in _cycles(flow, [carried.name for carried in graph.carried]):
+    for cycle in cycles(flow, [carried.name for carried in graph.carried]):
         span = sum(flow[name][after] for name, after in zip(cycle, cycle[1:] + cycle[:1], strict=True))
         bounds.append(_cycle_bound(graph, span, cycle, batch, always, free))
     work: dict[str, float] = {}

@@ -4,12 +4,13 @@ import heapq
 from dataclasses import replace
 from pathlib import Path
 
+import networkx as nx  # type: ignore[import-untyped]
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.graph import Graph, GraphError, load, trace
-from penstock.graph.analysis import Bound, period_bound
+from penstock.graph.analysis import Bound, cycles, period_bound
 from penstock.graph.ir import Argument, Input, Node, Output, Ref
 
 PROGRAMS = Path(__file__).with_name("programs_for_tests.py")
@@ -89,6 +90,39 @@ def test_durations_name_nodes_and_cover_them() -> None:
         period_bound(trace(AIPO), durations(scoer=1.0), 1)
     with pytest.raises(GraphError, match="none of generate, score"):
         period_bound(trace(AIPO), {"group_advantage": 0.0, "aipo_update": 0.0}, 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), count=st.integers(1, 6), carried=st.integers(1, 3))
+def test_cycles_through_carried_values_are_those_that_networkx_finds(
+    data: st.DataObject, count: int, carried: int
+) -> None:
+    nodes, starts = [f"n{i}" for i in range(count)], [f"c{i}" for i in range(carried)]
+    possible = [(tail, head) for i, tail in enumerate(nodes) for head in nodes[i + 1 :]]
+    possible += [pair for node in nodes for start in starts for pair in ((node, start), (start, node))]
+    edges = data.draw(st.sets(st.sampled_from(possible)))
+    flow = {tail: {head: 0 for other, head in sorted(edges) if other == tail} for tail in (*starts, *nodes)}
+    expected = []
+    for cycle in nx.simple_cycles(nx.DiGraph(edges)):
+        first = cycle.index(min({*cycle} & {*starts}))
+        expected.append((*cycle[first:], *cycle[:first]))
+    assert sorted(cycles(flow, starts)) == sorted(expected)
+
+
+def test_branches_that_never_come_back_are_not_followed() -> None:
+    class Counted(dict[str, dict[str, int]]):
+        lookups = 0
+
+        def __getitem__(self, name: str) -> dict[str, int]:
+            self.lookups += 1
+            assert self.lookups <= 1000, "more lookups than nodes"
+            return super().__getitem__(name)
+
+    flow = Counted(policy={"m0": 0}, m0={"update": 0}, update={"policy": 1})
+    for i in range(300):
+        flow[f"m{i}"] = {**flow.get(f"m{i}", {}), f"left{i}": 0, f"right{i}": 0}
+        flow |= {f"left{i}": {f"m{i + 1}": 0}, f"right{i}": {f"m{i + 1}": 0}, f"m{i + 1}": {}}
+    assert list(cycles(flow, ["policy"])) == [("policy", "m0", "update")]
 
 
 def chain(stages: list[tuple[int, int]], update: int, lag: int) -> Graph:
