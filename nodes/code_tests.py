@@ -8,9 +8,10 @@ others: no test in Python is safe from that.
 """
 
 import ast
+import builtins
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from secrets import token_hex
@@ -27,8 +28,8 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _FAILS = "raise AssertionError"
 # Builtins that find functions by their names.
 _LOOKING = {"globals", "locals", "vars"}
-# What raises, or tells, the failures of a class of unittest.
-_RAISING = {"debug", "wasSuccessful", "failures", "errors"}
+# What tells the failures of a class of unittest.
+_TELLING = {"wasSuccessful", "failures", "errors"}
 # Where a line begins, after the marks of lists and quotes.
 _BEGINS = r"^[ \t>*+\-\d.)]*"
 # A block of Markdown, and its language. Its fence begins a line; a block of Python may also open within a line of
@@ -110,26 +111,52 @@ def _uncalled(tree: ast.Module) -> _Definition | None:
     """The first function or class with an assert that does not come to the tests' end, as in HumanEval, pytest and
     unittest, whose runners call it; None if there is none, or if the code may look up its functions by name.
 
-    The code never names it, and it is no helper beside an assert that is run; or it is a class of unittest, whose
-    failures are only collected unless the code also names one of its methods, or what `_RAISING` has.
+    The code never names it, and it is no helper beside an assert that is run and tests the code; or it is a class of
+    unittest, whose failures are only collected unless the code also raises or reads them, or names one of its methods.
     """
-    names = {part.id for part in ast.walk(tree) if isinstance(part, ast.Name)}
+    parts = list(ast.walk(tree))
+    names = {part.id for part in parts if isinstance(part, ast.Name)}
     if names & _LOOKING:
         return None
+    imported = {part.asname or part.name.partition(".")[0]: part.name for part in parts if isinstance(part, ast.alias)}
+    run = list(_run_at_once(tree.body))
+    own = {part.id for part in run if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+    own |= {part.name for part in tree.body if isinstance(part, _Definition)} | {*imported, *dir(builtins)}
+    of_code = any(isinstance(part, ast.Name) and part.id not in own for part in run)
+    tested = of_code and any(isinstance(part, ast.Assert) for part in run)
+    cases = {name for name, whole in imported.items() if whole.endswith("TestCase")}
     for one in tree.body:
+        if isinstance(one, ast.ClassDef):
+            bases = {getattr(base, "attr", getattr(base, "id", "")) for base in one.bases}
+            if bases & cases or any(base.endswith("TestCase") for base in bases):
+                cases.add(one.name)
         if not (isinstance(one, _Definition) and any(map(_asserts, ast.walk(one)))):
             continue
         if one.name not in names:
-            # A helper, which tests of other prompts call, is none of pytest's or unittest's.
-            helper = isinstance(one, _FUNCTION) and not one.name.startswith("test")
-            if not (helper and any(isinstance(part, ast.Assert) for part in _run_at_once(tree.body))):
+            if not (tested and isinstance(one, _FUNCTION) and _helps(one)):
                 return one
-        elif isinstance(one, ast.ClassDef) and one.bases:
-            methods = {part.name for part in one.body if isinstance(part, _FUNCTION)}
-            outside = [part for other in tree.body if other is not one for part in ast.walk(other)]
-            if not {part.attr for part in outside if isinstance(part, ast.Attribute)} & (_RAISING | methods):
+        elif one.name in cases:
+            told = _TELLING | {part.name for part in one.body if isinstance(part, _FUNCTION)}
+            outside = (part for other in tree.body if other is not one for part in ast.walk(other))
+            if not any(_tells(part, told, imported) for part in outside):
                 return one
     return None
+
+
+def _helps(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """True for a function that the tests of other prompts may call: it is none of pytest's or HumanEval's."""
+    takes = {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
+    return not (function.name.startswith("test") or function.name == "check" or "candidate" in takes)
+
+
+def _tells(part: ast.AST, told: Collection[str], imported: Collection[str]) -> bool:
+    """True for what raises the failures of a class of unittest, and for attributes `told`, but not those of modules."""
+    match part:
+        case ast.Call(ast.Attribute(attr="debug"), args=[], keywords=[]):  # the debug of a logger has arguments
+            return True
+        case ast.Attribute(ast.Name(owner)):
+            return owner not in imported and part.attr in told
+    return isinstance(part, ast.Attribute) and part.attr in told
 
 
 def _asserts(part: ast.AST) -> bool:

@@ -216,6 +216,21 @@ def test_code_without_an_end_has_failed() -> None:
         CASE + f"unittest.TextTestRunner().run({LOADED})",
         CASE + ASSERTS,
         ASSERTS + "\ndef test_more():\n    assert add(0, 0) == 0",
+        # HumanEval's form, beside asserts that do not test the code, or that do.
+        "def check(candidate):\n    assert candidate(1, 2) == 3\nTOLD = {}\nassert TOLD == {}",
+        "def verify(f):\n    assert f(1, 2) == 3\nimport sys\nassert sys.version_info >= (3, 8)",
+        "def check(f):\n    assert f(1, 2) == 3\nassert callable(add)",
+        "def verify(candidate):\n    assert candidate(1, 2) == 3\nassert callable(add)",
+        CASE + f"import logging\nlogging.debug('so')\nunittest.TextTestRunner().run({LOADED})",
+        CASE + f"import logging\nlogging.getLogger('').debug('so')\nunittest.TextTestRunner().run({LOADED})",
+        CASE + f"import re as told\nunittest.TextTestRunner().run({LOADED})\ntold.errors",
+        CASE.replace("import unittest", "import unittest\nfrom unittest import TestCase as Base").replace(
+            "unittest.TestCase", "Base"
+        )
+        + f"unittest.TextTestRunner().run({LOADED})",
+        "import unittest\nclass Base(unittest.TestCase):\n    pass\n"
+        + CASE.replace("unittest.TestCase", "Base")
+        + f"unittest.TextTestRunner().run({LOADED})",
         "assert (add(1, 2) == 3, 'of positive numbers')",
         ASSERTS + "\ndef check():\n    assert (add(0, 0) == 0, 'of nothing')\ncheck()",
         "print()\nclass Test:\n    def test(self):\n        assert add(1, 2) == 3",
@@ -247,9 +262,21 @@ def test_a_helper_that_nothing_calls_may_stand_beside_tests() -> None:
     assert (graded(ADD, tests), graded(ADD.replace("+", "-"), tests)) == (1.0, 0.0)
 
 
+@pytest.mark.parametrize("base", ["list", "dict", "Exception", "typing.Generic[typing.TypeVar('T')]"])
+def test_a_class_with_another_base_than_that_of_unittest_may_assert_in_tests(base: str) -> None:
+    tests = f"import typing\nclass Part({base}):\n    def __call__(self):\n        assert self\n        return 1\n"
+    tests += "assert add(Part()(), 2) == 3"
+    assert read_tests(tests).statements == tests
+
+
 @pytest.mark.parametrize(
     "call",
-    ["Test('test').test()", f"{LOADED}.debug()", f"assert unittest.TextTestRunner().run({LOADED}).wasSuccessful()"],
+    [
+        "Test('test').test()",
+        f"{LOADED}.debug()",
+        f"assert unittest.TextTestRunner().run({LOADED}).wasSuccessful()",
+        f"found = unittest.TestResult()\n{LOADED}.run(found)\nassert not found.failures + found.errors",
+    ],
 )
 def test_a_class_of_tests_is_run(call: str) -> None:
     assert (graded(ADD, CASE + call), graded(ADD.replace("+", "-"), CASE + call)) == (1.0, 0.0)
