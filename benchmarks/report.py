@@ -38,14 +38,17 @@ def _gpu() -> str | None:
 
 
 def changed() -> list[str]:
-    """Return the tracked files that are not as they were committed, except what is written from measurements: results,
-    pictures and pages."""
-    written = [":!benchmarks/results", ":!docs/img", ":!*.md"]
-    command = ["git", "diff", "--name-only", "HEAD", "--", ":/", *written]
-    try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
-    except OSError:
-        return []
+    """Return the files that are not as they were committed, those that git neither has nor ignores included, except
+    what is written from measurements: results, pictures and pages."""
+    files = [":/", ":!benchmarks/results", ":!docs/img", ":!*.md"]
+    found: list[str] = []
+    for command in (["diff", "--name-only", "HEAD"], ["ls-files", "--others", "--exclude-standard"]):
+        try:
+            listed = subprocess.run(["git", *command, "--", *files], cwd=ROOT, capture_output=True, text=True)
+        except OSError:
+            return []
+        found += listed.stdout.splitlines()
+    return found
 
 
 def commit() -> str:
@@ -65,7 +68,7 @@ class Keep(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
         if files := changed():
-            given = f"{len(files)} with changes ({', '.join(files[:3])}{', …' if files[3:] else ''})"
+            given = f"{len(files)} changed or not committed ({', '.join(files[:3])}{', …' if files[3:] else ''})"
             parser.error(f"{self.option_strings[0]}: given {given}, needed all files as they are committed")
         setattr(namespace, self.dest, True)
 
