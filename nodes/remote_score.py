@@ -192,7 +192,8 @@ class RemoteScorer:
 
 
 def _timed(by: RemoteRule, deadline: float) -> RemoteRule:
-    """The function with its option `timeout`, if it has one that is not bound: its own default, at most `deadline`."""
+    """The function with its option `timeout`, if it has one that is not bound: its own default, at most `deadline`,
+    if that is a number of seconds, else `deadline`."""
     # So that the thread of an overdue call ends soon: until then there is one more than `concurrency`.
     try:
         option = inspect.signature(by).parameters.get("timeout")
@@ -200,8 +201,10 @@ def _timed(by: RemoteRule, deadline: float) -> RemoteRule:
         return by
     if option is None or (isinstance(by, functools.partial) and "timeout" in by.keywords):
         return by
-    own = option.default if isinstance(option.default, int | float) else deadline
-    bound: dict[str, Any] = {"timeout": min(own, deadline)}
+    own = option.default
+    # Other defaults mean no limit, such as 0, -1 or None, or "not given".
+    limits = isinstance(own, int | float) and not isinstance(own, bool) and own > 0
+    bound: dict[str, Any] = {"timeout": min(own, deadline) if limits else deadline}
     return functools.partial(by, **bound)
 
 

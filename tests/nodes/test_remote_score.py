@@ -138,6 +138,15 @@ def test_a_function_waits_no_longer_than_its_call_unless_it_is_told_to(
     assert [made[0].values_N.item() for made in found] == waits
 
 
+@pytest.mark.parametrize("own", [0, -1.0, float("nan"), float("inf"), True, None, "5"])
+def test_a_function_whose_own_timeout_is_no_number_of_seconds_waits_as_long_as_its_call(own: Any) -> None:
+    def by(prompt: str, response: str, answer: str, *, timeout: Any = own) -> float:
+        return float(timeout)
+
+    rewards, _ = played(scorer(by, deadline=50.0), {0: group(0, "1")})[0]
+    assert rewards.values_N.item() == 50.0
+
+
 def test_a_builtin_without_a_signature_is_called() -> None:
     (found,) = played(scorer(cast(RemoteRule, max)), {0: group(0, "1")}).values()
     assert "needed a finite number" in str(found)
