@@ -6,7 +6,7 @@ recorder, and no two nodes of a recorder have the same name.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -49,10 +49,17 @@ class Handle:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        # Arguments may be lists of values, as those of torch.stack.
-        given = [each for one in (*args, *(kwargs or {}).values()) for each in (one if type(one) is list else [one])]
-        handle = next(each for each in given if isinstance(each, cls))
+        handle = next(_handles([args, kwargs]))
         _refuse(handle, f"a function of PyTorch with it ({getattr(function, '__name__', function)})")
+
+
+def _handles(given: Any) -> Iterator[Handle]:
+    """The handles among values and lists, tuples and dicts of them, as torch.stack has them."""
+    if isinstance(given, Handle):
+        yield given
+    elif isinstance(given, list | tuple | dict):
+        for each in given.values() if isinstance(given, dict) else given:
+            yield from _handles(each)
 
 
 def _refuse(handle: Handle, use: str) -> NoReturn:

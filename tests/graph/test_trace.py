@@ -344,6 +344,11 @@ def test_expressions_with_handles_say_to_make_a_node() -> None:
         lambda x: f"{x:.3f}",
         lambda x: torch.clamp(x, max=1.0),
         lambda x: torch.stack([x, x]),
+        lambda x: torch.stack((x, x)),
+        lambda x: torch.cat(tensors=(torch.ones(2), x)),
+        lambda x: torch.ones(3, 3)[x, 0],
+        lambda x: torch.ones(3, 3)[0, [x]],
+        lambda x: torch.ones(3)[x:],
         lambda x: torch.nn.functional.relu(input=x),
         lambda x: np.clip(x, 0, 1),
     )
