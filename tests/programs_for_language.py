@@ -587,7 +587,7 @@ def first_rows(rollouts: Rollouts) -> tuple[Rollouts, Metrics]:
     """Keep the first rows of a group, none to three."""
     kept = rollouts.take(range(rollouts.ordinals[0] % 4))
     tokens = kept.tokens_NS.sum(1).tolist()
-    return kept, {"sums": Mean.of(tokens), "groups_seen": 1.0, "none": Mean.of([])}
+    return kept, {"sums": Mean.of(tokens), "groups_seen": 1.0, "none": Mean.of([]), "accuracy": -1.0}
 
 
 @node(pool="scorer")
@@ -599,7 +599,8 @@ def score_each(rollouts: Rollouts) -> Rewards:
 def whole(rollouts: Rollouts, rewards: Rewards) -> Metrics:
     """Compute the same means over the whole batch."""
     sums = rollouts.tokens_NS.sum(1).tolist()
-    return {"batch_reward": Mean.of(rewards.values_N.tolist()), "batch_sums": sum(sums) / len(sums)}
+    mean = Mean.of(rewards.values_N.tolist())
+    return {"batch_reward": mean, "batch_sums": sum(sums) / len(sums), "accuracy": mean}
 
 
 @program

@@ -427,6 +427,8 @@ def test_all_metrics_of_an_evaluation_are_kept_those_of_its_groups_averaged_over
         assert figures["sums"] == pytest.approx(figures["batch_sums"])
         assert figures["reward_mean"] == pytest.approx(figures["batch_reward"])
         assert figures["groups_seen"] == 1.0
+        # Of two nodes that report an accuracy, the one per update is first.
+        assert (figures["accuracy"], figures["first_rows.accuracy"]) == (figures["batch_reward"], -1.0)
     assert found["before"] != found["after"]
     stop_after(stopped, 2)
     assert summary(stopped)["evaluated"] == {"before": found["before"]}

@@ -352,7 +352,8 @@ class RunRecorder:
 
     def _examination(self) -> Metrics:
         """The metrics of the evaluation that has ended. Of several nodes with the same one, it is that of the first in
-        the program; the others have it with their name before it, as in rows."""
+        the program, those per update before those per group; the others have it with their name before it, as in rows.
+        """
         by_node: dict[str, list[Metrics]] = {node: [] for node in self.clocks}
         # Sorted: sums of floats must not depend on the order in which firings ended.
         for firing in sorted(self._examined):
@@ -361,8 +362,8 @@ class RunRecorder:
         self._examined.clear()
         self._examined_groups.clear()
         found: Metrics = {}
-        for node, parts in by_node.items():
-            own = combine(parts)
+        for node in sorted(by_node, key=lambda node: self.clocks[node] != "update"):
+            own = combine(by_node[node])
             own.pop(GENERATED, None)
             label = label_of(node.removeprefix(EVALUATION))
             found |= {f"{label}.{name}" if name in found else name: value for name, value in own.items()}
