@@ -435,8 +435,17 @@ OWN = ("penstock.", "__main__")
 BETWEEN = ("torch.", "concurrent.futures.")
 
 
+# Appended to an error of a GPU without free memory.
+NEEDED_MEMORY = (
+    "needed less memory on this GPU. An update takes less with a smaller --micro-tokens, --recompute layer or "
+    "--optimizer-state host; generation with smaller --slots, --max-prompt or --max-tokens; each with a --mesh over "
+    "more GPUs. `penstock plan` counts what fits"
+)
+
+
 def told(error: BaseException) -> str:
-    """The traceback of an error; of a refusal only the message.
+    """The traceback of an error; of a refusal only the message. An error of a GPU without free memory has the flags
+    that need less.
 
     A refusal is a ValueError or TypeError that this package raises, with no user code in the traceback. Its message
     says what was given and what is needed; the traceback would not help the user.
@@ -446,5 +455,7 @@ def told(error: BaseException) -> str:
     refused = isinstance(error, ValueError | TypeError) and bool(modules) and modules[-1].startswith(OWN)
     shown = refused and all(module.startswith(OWN + BETWEEN) for module in modules)
     text = "".join(traceback.format_exception_only(error) if shown else traceback.format_exception(error))
+    if (torch := sys.modules.get("torch")) and isinstance(error, torch.OutOfMemoryError):
+        text += f"{NEEDED_MEMORY}\n"
     text = shortened(text)
     return text.encode(errors="backslashreplace").decode()  # a lone surrogate cannot be encoded in a message

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import queue
+import re
 import shutil
 import sys
 import threading
@@ -16,6 +17,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from penstock.graph import load, trace
@@ -32,6 +34,7 @@ from penstock.runtime.control import recorder
 from penstock.runtime.control.controller import Controller
 from penstock.runtime.control.inprocess import InProcess, run_in_process
 from penstock.runtime.control.messages import Note, Order, Result, pack
+from penstock.runtime.control.process import told
 from penstock.runtime.control.recorder import EVERY, QUIET, RunRecorder
 from penstock.runtime.control.run import Orders, Session
 from penstock.runtime.control.run_config import NODE_OPTIONS, OnResume, RunConfig, RunOptions, annotation, check_limits
@@ -71,6 +74,14 @@ def a_run(**options: Any) -> RunConfig:
 def test_a_sender_keeps_the_versions_that_a_replica_may_still_need(options: dict[str, Any], kept: int) -> None:
     """The newest; and where replicas are replaced those of all groups under way, at a lag of 1."""
     assert a_run(**options).kept_versions == kept
+
+
+def test_an_error_of_a_gpu_without_memory_names_flags_that_need_less() -> None:
+    text = told(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    named = {word.replace("-", "_") for word in re.findall(r"--([a-z-]+)", text)}
+    assert "Tried to allocate 2.00 GiB" in text
+    assert {"micro_tokens", "slots", "mesh"} <= named <= {field.name for field in fields(RunOptions)}
+    assert "--" not in told(MemoryError("no room"))
 
 
 def test_every_option_is_a_flag_of_the_same_name_type_and_default() -> None:
