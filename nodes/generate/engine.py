@@ -73,7 +73,7 @@ class Engine(GroupStream):
             require_products(self.precision, context.device)
             model.quantise(self.precision)
         # Weights arrive in memory of their own, twice (`DoubleBuffer`): there may be no room for a third time.
-        model.await_weights()
+        coming = model.await_weights()
         if context.invariant:
             model.be_invariant()
         # A model without experts has nothing to record.
@@ -85,7 +85,7 @@ class Engine(GroupStream):
         num_slots = -(-context.slots // ROW_TILE) * ROW_TILE
         shape = model.attention_config, num_slots, self.length, context.max_tokens
         self.size = CacheSize(*shape, model.dtype, context.device, self.records)
-        self.size.require_memory()
+        self.size.require_memory(coming)
         self.memory: DecodeMemory | None = None
         self.weights = *model.parameters(), *model.buffers()
         self.on_gpu = torch.device(context.device).type == "cuda"

@@ -84,7 +84,7 @@ class GroupStream(ABC):
         self.queue: deque[Holder] = deque()
         self.settled: list[SampledGroup] = []
         self.warned = False
-        self.responses = self.unfinished = 0
+        self.responses = self.cut = 0
         self.behaviour = Weights(-1, {})
         self.prepare()
 
@@ -188,15 +188,17 @@ class GroupStream(ABC):
         rollouts = group.rollouts(self.tokenizer, self.sampler)
         if any(row.paused(self.context.max_tokens) for row in group.rows):
             return Paused(rollouts)
-        self._count_unfinished(rollouts)
+        self._count_cut(group)
         return rollouts, {**group.metrics(self.segment), **self.measured(group, rollouts)}
 
-    def _count_unfinished(self, rollouts: Rollouts) -> None:
-        """Warn once if most of the first responses were cut."""
-        before, self.responses = self.responses, self.responses + len(rollouts)
-        self.unfinished += int((~rollouts.finished_N).sum())
-        if before < FIRST_RESPONSES <= self.responses and self.unfinished > self.responses / 2:
-            given = f"{self.unfinished} of the first {self.responses} responses cut at {self.context.max_tokens} tokens"
+    def _count_cut(self, group: SampledGroup) -> None:
+        """Warn once if most of the first responses were cut. A response of one token is a choice, and has no end."""
+        ended = [row.response.finished for row in group.rows if row.open and row.response is not None]
+        before, self.responses = self.responses, self.responses + len(ended)
+        self.cut += ended.count(False)
+        first = before < FIRST_RESPONSES <= self.responses
+        if first and self.cut > self.responses / 2 and self.context.max_tokens > 1:
+            given = f"{self.cut} of the first {self.responses} responses cut at {self.context.max_tokens} tokens"
             needed = "a --max-tokens at which most end: a response that is cut seldom has an answer to score"
             warnings.warn(f"{self.context.node}: given {given}, needed {needed}", NodeWarning, stacklevel=2)
 

@@ -48,28 +48,31 @@ class CacheSize:
         groups = self.config.num_key_value_heads
         return stored_dtype(self.dtype, self.device, self.config.num_attention_heads // groups, self.config.head_dim)
 
-    def require_memory(self) -> None:
-        """Raises ValueError if the device has less memory left than the cache takes."""
+    def require_memory(self, coming: int = 0) -> None:
+        """Raises ValueError if the device has less memory left than the cache takes, beside weights of `coming` bytes
+        that will arrive."""
         config, positions = self.config, self.config.num_hidden_layers * self.length * self.slots
         taken = 2 * positions * config.num_key_value_heads * config.head_dim * self.stored.itemsize
         taken += self.routes * 2 * positions * config.num_experts_per_tok
-        require_memory(taken, self.slots, self.length, self.max_tokens, self.device)
+        require_memory(taken, coming, self.slots, self.length, self.max_tokens, self.device)
 
 
-def require_memory(nbytes: int, slots: int, length: int, max_tokens: int, device: str) -> None:
-    """Raises ValueError if a device has less than `nbytes` of memory left, which the cache of these slots takes."""
+def require_memory(nbytes: int, coming: int, slots: int, length: int, max_tokens: int, device: str) -> None:
+    """Raises ValueError if a device has less memory left than the cache of these slots takes, of `nbytes`, beside
+    weights of `coming` bytes that will arrive."""
     if torch.device(device).type == "cuda":
         # The driver counts memory that torch has reserved but not allocated as used.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         available = torch.cuda.mem_get_info(device)[0] + unused
     else:
         available = free_memory()
+    available -= coming
     if nbytes > available:
         raise ValueError(
             f"generate: given {slots} slots of {length} positions, whose keys and values take {nbytes} "
             f"bytes ({nbytes / 2**30:.1f} GiB), needed at most the {available} bytes ({available / 2**30:.1f} GiB) "
-            f"that {device} has left: give fewer --slots or fewer --max-tokens, or --max-prompt "
-            f"(tokens of the longest prompt) below {length - max_tokens}"
+            f"that {device} has left beside the weights: give fewer --slots or fewer --max-tokens, or "
+            f"--max-prompt (tokens of the longest prompt) below {length - max_tokens}"
         )
 
 

@@ -111,7 +111,7 @@ class VllmModel:
         self.compared, self.apart = 0, 0.0
         ranks = Ranks.of(context)
         self.reference = open_part(spec, context, ranks)
-        self.reference.await_weights()
+        coming = self.reference.await_weights()
         self.copied = 0
         self.limit = context.mismatch_limit or MOST_MISMATCH[dtype]
         self.sinks: dict[str, Callable[[Any], None]] = {}
@@ -122,7 +122,7 @@ class VllmModel:
         token = 2 * config.num_hidden_layers * heads * config.head_dim * dtype.itemsize
         # As much as all slots can fill. Checked here: vLLM's own message would name settings of its own.
         cache = token * BLOCK * blocks * (context.slots + 1)
-        require_memory(cache, context.slots, stream.length, context.max_tokens, context.device)
+        require_memory(cache, coming, context.slots, stream.length, context.max_tokens, context.device)
         # On a CPU vLLM fails if a step has a part of a prompt, or of tokens that are computed again: it cannot undo
         # seeded draws there. So a step has room for whole ones.
         step = max(STEP, context.slots, stream.length) if on_cpu or context.slots > STEP else None

@@ -122,10 +122,13 @@ class Decoder(nn.Module):
         named = {name.replace(".row_scales", ".weight.scale"): p for name, p in self.named_parameters()}
         return named if self.lora is None else {name: p for name, p in named.items() if is_adapter(name)}
 
-    def await_weights(self) -> None:
-        """Free the memory of `own_parameters`: until others arrive (`point_at`), they only have their shapes."""
-        for parameter in self.own_parameters().values():
+    def await_weights(self) -> int:
+        """Free the memory of `own_parameters`: until others arrive (`point_at`), they only have their shapes. Return
+        the bytes that will arrive: two versions of them."""
+        parameters = self.own_parameters().values()
+        for parameter in parameters:
             parameter.data = parameter.new_empty(()).expand(parameter.shape)
+        return 2 * sum(parameter.nbytes for parameter in parameters)
 
     def forward(
         self,

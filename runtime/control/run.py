@@ -66,7 +66,7 @@ class Outbox:
     asked for at once, and go into one folder, `checkpoint`, beside those that are `kept`.
     """
 
-    def __init__(self, kept_versions: int = 2) -> None:
+    def __init__(self, kept_versions: int = 1) -> None:
         self.layouts: dict[str, str] = {}
         self.checkpoint = ""
         self.kept: tuple[str, ...] = ()

@@ -154,7 +154,7 @@ class SyncSettings:
     warn: Callable[[str], object]
     life: int = 0
     elastic: bool = False
-    keep: int = 2
+    keep: int = 1
 
 
 class Span(NamedTuple):

@@ -215,7 +215,7 @@ class _Run:
         colocated = Models(len(held - self.learning - self.copies), len(held & self.learning) - 1)
         hosts = [rank.host for rank in pool.replicas[0].ranks]
         channels = [each for each in self.config.channels().values() if each.carried in held]
-        sent = self.config.kept_versions * sum(BYTES[each.precision or self._precision] for each in channels)
+        sent = self.config.kept_versions * sum(BYTES[each.precision or self._wire] for each in channels)
         return TrainerRank(self._trainer(pool, gpu), gpu.memory_bytes, len(held & self.copies), sent, colocated, hosts)
 
     def aside(self, pool: Pool, gpu: Gpu) -> Memory:
@@ -233,6 +233,11 @@ class _Run:
             return generator_memory(generator, self.longest, copies)
         models = Models(len(held - self.learning), len(held & self.learning))
         return beside_memory(self._trainer(pool, gpu), models) if held else Memory({})
+
+    @property
+    def _wire(self) -> Precision:
+        wire: dict[str, Precision] = {"bfloat16": "bf16", "int8": "int8", "fp8": "fp8", "fp8_block": "fp8"}
+        return wire.get(self.config.flags.wire, self._precision)
 
     @property
     def _precision(self) -> Precision:

@@ -153,7 +153,7 @@ class WeightPublisher:
         rank: int = 0,
         ranks: int = 1,
         wire: str = "",
-        keep: int = 2,
+        keep: int = 1,
         device: Device = "cpu",
         add: AllReduce | None = None,
         proof: Mode = "full",

@@ -122,7 +122,7 @@ def test_a_group_is_the_same_bits_whatever_its_neighbours_slots_and_order(contex
 def test_most_responses_cut_at_the_limit_are_warned_about_once(context: Context, stop: bool) -> None:
     """With a stop string for each character, all responses end at their first token."""
     stops = tuple(TOKENIZER.decode([token]) for token in range(CONFIG.vocab_size)) if stop else ()
-    engine = make_engine(replace(context, max_tokens=1 + stop), samples=8, stop=tuple(filter(None, stops)))
+    engine = make_engine(replace(context, max_tokens=2), samples=8, stop=tuple(filter(None, stops)))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", NodeWarning)
         run(engine, range(7), weights())
@@ -683,6 +683,18 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_taken(
                 else nullcontext()
             ):
                 use(size)
+
+
+@pytest.mark.parametrize("lacks", [0, 1])
+def test_an_engine_has_room_for_its_cache_and_two_versions_of_the_weights(
+    context: Context, monkeypatch: pytest.MonkeyPatch, lacks: int
+) -> None:
+    engine = make_engine(context, samples=1)
+    cache = DecodeMemory(engine.size).cache
+    needed = cache.keys.nbytes + cache.values.nbytes + 2 * sum(tensor.nbytes for tensor in weights().tensors.values())
+    monkeypatch.setattr(kv_cache, "free_memory", lambda: needed - lacks)
+    with pytest.raises(ValueError, match="fewer --slots") if lacks else nullcontext():
+        make_engine(context, samples=1)
 
 
 def test_without_a_compiler_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -463,7 +463,7 @@ def test_an_order_names_those_that_are_sent_weights_together_once() -> None:
 
 def test_what_was_to_go_to_a_replica_that_is_lost_is_sent_to_none_that_comes_in_its_place() -> None:
     """It is lost after a publication, before the orders are sent: its order is dropped, and so is its sender's."""
-    outbox, lives = Outbox(), dict.fromkeys(GENERATORS, 0)
+    outbox, lives = Outbox(kept_versions=2), dict.fromkeys(GENERATORS, 0)
     outbox.lives = lives
     for version in range(2):
         outbox.note(Manifest(CHANNEL, version, {"w": version}, "" if version else "the layout"))

@@ -146,6 +146,8 @@ def test_nothing_is_decided_of_a_cpu_and_of_gpus_that_nobody_has_described(model
         (280.0, {"max_tokens": 64}, True),
         (280.0, {"dtype": "bfloat16"}, True),
         (280.0, {"lora": 8}, True),
+        (290.0, {}, False),
+        (290.0, {"wire": "bfloat16"}, True),
     ],
 )
 def test_weights_moments_and_the_cache_of_all_slots_fit_into_the_memory_of_a_host(

@@ -169,7 +169,7 @@ def test_what_goes_wrong_on_the_way_is_caught_and_never_live(
 
 
 def test_a_stale_version_proof_or_label_is_refused() -> None:
-    policy, publisher, receiver = sides()
+    policy, publisher, receiver = sides(keep=2)
     policy.advance(5)
     old, stale = publisher.publish(0), publisher._snapshots[0]
     policy.advance(1)
@@ -254,7 +254,7 @@ def test_an_error_in_the_background_is_the_result() -> None:
 
 
 def test_weights_that_change_or_are_not_described_are_refused() -> None:
-    policy, publisher, receiver = sides()
+    policy, publisher, receiver = sides(keep=2)
     sync(policy, publisher, receiver, 0)
     policy.tensors["norm"] = torch.zeros(8)
     del policy.tensors["step"]
