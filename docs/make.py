@@ -35,7 +35,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import BytesIO, TextIOWrapper
 from itertools import groupby, pairwise
@@ -61,7 +61,8 @@ HOME = "/home/me"
 """Where pages say that the examples are."""
 # Seconds in which a command ends: it may have the lowest priority beside tests that keep all cores busy.
 COMMAND_S = 600.0
-REGION = re.compile(r"(?ms)^<!-- begin (?P<what>[^>]+?) -->\n.*?^<!-- end (?P=what) -->$")
+MARKER = re.compile(r"(?m)^.*<!-- *(?:begin|end|write)\b.*")
+REGION = re.compile(r"(?ms)^<!-- begin (?P<what>[^>]+?) -->\n(?P<body>.*?)^<!-- end (?P=what) -->$")
 PROCESSORS = {"AMX": "_amx", "AVX-512": "", "AVX2": "_avx2"}
 """The kinds of processors, by the ends of their results' names (`by_processor` of the benchmarks)."""
 FILES = ROOT / "runtime" / "record" / "typed_json.py"
@@ -94,30 +95,34 @@ def main() -> None:
     sys.exit(1 if given.check and stale else 0)
 
 
-def generated(places: Iterable[Path]) -> Iterator[tuple[Path, str]]:
+def generated(places: Sequence[Path]) -> Iterator[tuple[Path, str]]:
     """What each picture and page in `places` is to hold."""
     roots = [place.resolve() for place in places]
 
     def chosen(path: Path) -> bool:
         return any(path.is_relative_to(root) for root in roots)
 
-    for one in algorithms():
-        if chosen(path := PICTURES / f"{one.name}.svg"):
-            yield path, picture(one.name)
+    pictures = {PICTURES / f"{one.name}.svg": one.name for one in algorithms()}
+    for place, root in zip(places, roots, strict=True):
+        if not any(path.is_relative_to(root) for path in (*pictures, *PAGES)):
+            sys.exit(f"given {place}, needed README.md, a page of docs/, a picture of docs/img/graphs, or their folder")
+    for path, name in pictures.items():
+        if chosen(path):
+            yield path, picture(name)
     for page in filter(chosen, PAGES):
         yield page, filled(page.read_text())
 
 
 def filled(page: str) -> str:
-    """The text of a page with all its regions written again."""
+    """The text of a page with all its regions written again. A marker that neither begins nor ends a region is
+    refused: it would be published as it is."""
 
     def region(match: re.Match[str]) -> str:
         return f"<!-- begin {match['what']} -->\n{_write(match['what'])}\n<!-- end {match['what']} -->"
 
-    written, count = REGION.subn(region, page)
-    begun = re.findall(r"(?m)^<!-- begin .*", page)
-    assert count == len(begun), f"{len(begun)} regions begin, {count} of them have an end: {begun}"
-    return written
+    beside = MARKER.findall(REGION.sub(r"\g<body>", page))
+    assert not beside, f"given {beside}, needed a line `<!-- begin WHAT -->` and below it `<!-- end WHAT -->`"
+    return REGION.sub(region, page)
 
 
 def _write(what: str) -> str:

@@ -8,6 +8,7 @@ import ast
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,29 @@ def test_generated_parts_are_as_generated() -> None:
     command = [sys.executable, "docs/make.py", "--check", "README.md", "docs/img"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_a_path_of_which_nothing_is_generated_is_refused() -> None:
+    command = [sys.executable, "docs/make.py", "--check", "README.md", "docs/tyop.md"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert (found.returncode, found.stdout) == (1, "")
+    assert "given docs/tyop.md, needed " in found.stderr
+
+
+def test_a_marker_that_is_no_part_of_a_region_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    make = import_module("make")
+    example = "<!-- begin example rules.py -->\nold\n<!-- end example rules.py -->"
+    example = example.replace("rules.py", next(path.name for path in sorted(make.EXAMPLES.glob("*.py"))))
+    written = make.filled(f"a\n{example}\nb\n{example}")
+    assert "old" not in written
+    assert make.filled(written) == written
+    alone = [line for line in example.splitlines() if line != "old"]
+    for marker in (*alone, f"<!-- write {alone[0][11:]}", *(f"  {line}" for line in alone), f"{alone[0]} "):
+        with pytest.raises(AssertionError, match=re.escape(repr(marker))):
+            make.filled(f"{example}\n{marker}\nold\n")
+    with pytest.raises(AssertionError, match=re.escape(repr(alone[0]))):
+        make.filled(f"{alone[0]}\nold\n{example}")
 
 
 @pages
