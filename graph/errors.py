@@ -115,13 +115,26 @@ ELSEWHERE_CALLED = {
 }
 
 
+# Those of them whose numbers are of something else, with what the number is here.
+_COUNTED_HERE = {
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "total_epochs"), "the number of updates"),
+    "gradient_accumulation_steps": "the number of tokens in a micro-batch",
+}
+
+
+def called_here(name: str, ours: str) -> str:
+    """The end of a message that suggests `ours` for another library's name."""
+    counted = _COUNTED_HERE.get(name.lstrip("-").replace("-", "_"))
+    return f"; the nearest: {ours}, {counted}" if counted else f"; here it is {ours}"
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """The end of a message that suggests names, the most similar first; for another library's name, only the one that
     it means here."""
     known = sorted(set(names))
     bare = {other.lstrip("-").replace("-", "_"): other for other in known}
     if (ours := ELSEWHERE_CALLED.get(name.lstrip("-").replace("-", "_"))) in bare:
-        return f"; here it is {bare[ours]}"
+        return called_here(name, bare[ours])
 
     def likeness(other: str) -> float:
         # The sorted letters count, too: most typos swap two letters.

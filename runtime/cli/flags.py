@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import tyro
 from msgspec import Meta
 
-from penstock.graph.errors import ELSEWHERE_CALLED, nearest
+from penstock.graph.errors import ELSEWHERE_CALLED, called_here, nearest
 from penstock.runtime.cli.tracing import CommandError, usage_errors
 from penstock.runtime.cluster.capabilities import GeneratorPrecision
 from penstock.runtime.control.run_config import (
@@ -62,7 +62,7 @@ def nearest_flag(name: str, known: Iterable[str], options: NodeOptions | None, d
     ours = word if word in of_nodes else ELSEWHERE_CALLED.get(word, word)
     meant = [f"{groups[0]}_{ours}", ours] if groups else [ours] if ours != word else []
     if here := next((flag for flag in (each.replace("_", "-") for each in meant) if flag in flags), ""):
-        return f"; here it is {dashes}{here}"
+        return called_here(word, f"{dashes}{here}")
     if ours in of_nodes:
         return f"; it is an option of {of_nodes[ours]}, for the program to give: docs/write-an-algorithm.md"
     return nearest(f"{dashes}{word.replace('_', '-')}", {f"{dashes}{flag}" for flag in flags})

@@ -135,12 +135,16 @@ def _tell_other_lengths(program: Program[..., Any], name: str, flags: Planning, 
 
 
 def _spread(argv: Sequence[str]) -> list[str]:
-    """The words, where a range of generators (2..8) becomes two flags."""
+    """The words, where a range of generators (2..8) becomes two flags. Raises CommandError for a range that is none."""
     found: list[str] = []
     for before, word in pairwise(["", *argv]):
-        spread = re.fullmatch(r"(--generators=)?(\d+)\.\.(\d+)", word)
+        spread = re.fullmatch(r"(--generators=)?(.*)\.\.(.*)", word)
         if spread and (spread[1] or before == "--generators"):
-            found += [f"{spread[1] or ''}{spread[3]}", f"--first-generators={spread[2]}"]
+            prefix, first, most = spread.groups(default="")
+            if not (first.isdecimal() and most.isdecimal() and 1 <= int(first) <= int(most)):
+                needed = "a range from at least 1 to as many or more, such as 2..8"
+                raise CommandError(f"--generators: given {first + '..' + most!r}, needed {needed}")
+            found += [f"{prefix}{most}", f"--first-generators={first}"]
         else:
             found.append(word)
     return found

@@ -400,7 +400,7 @@ def _hosts_of_spec(given: str, part: str, first: int) -> list[Host]:
         raise ClusterError(f"--cluster {given}: given {part or given!r}, needed {needed}")
     count, gpus, kind = int(match[1] or 1), int(match[2]), match[3]
     if not (count and gpus):
-        raise ClusterError(f"--cluster {given}: given {count} hosts of {gpus} GPUs, needed at least 1 of each")
+        raise ClusterError(f"--cluster {given}: given {part!r}, needed at least 1 host, and at least 1 GPU in it")
     if count * gpus > MOST_GPUS:
         raise ClusterError(f"--cluster {given}: given {count * gpus} GPUs in {part}, needed at most {MOST_GPUS}")
     if kind not in GPUS:

@@ -194,9 +194,9 @@ def test_a_word_without_hosts_is_one_host() -> None:
     [
         ("32x8xH10", "--cluster 32x8xH10: given GPUs of kind 'H10'; did you mean 'H100'?"),
         ("H100", "given 'H100', needed hosts x GPUs x kind such as 32x8xH100, GPUs x kind of one host such as 8xH100"),
-        ("0xH100", "given 1 hosts of 0 GPUs, needed at least 1 of each"),
+        ("0xH100", "--cluster 0xH100: given '0xH100', needed at least 1 host, and at least 1 GPU in it"),
         ("32x8xH100+", "given '32x8xH100+', needed hosts x GPUs x kind"),
-        ("0x8xH100", "given 0 hosts of 8 GPUs, needed at least 1 of each"),
+        ("0x8xH100", "given '0x8xH100', needed at least 1 host, and at least 1 GPU"),
         ("9999999x8xH100", "given 79999992 GPUs in 9999999x8xH100, needed at most 100000"),
         ("none.toml", "none.toml: cannot be read: No such file"),
     ],
