@@ -232,7 +232,7 @@ def chart_groups(report: Report) -> list[ChartGroup]:
     speed = [(title, names) for title, names in SPEED if any(_shown(rows, name) for name in names)]
     found = [
         ChartGroup("learning", "Learning", "", [*accuracy, *_rows(rows, LEARNING)]),
-        ChartGroup("further", "Further metrics", FURTHER, _further(rows)),
+        ChartGroup("further", "Further metrics", FURTHER, _further(report)),
         ChartGroup("staleness", "Staleness", STALENESS, _staleness(report)),
         ChartGroup("off-policy", "How far off policy", OFF_POLICY, _rows(rows, POLICY)),
         ChartGroup("queues", "Queues", QUEUES, _queues(report)),
@@ -265,20 +265,28 @@ def _rows(rows: Sequence[Row], wanted: Iterable[tuple[str, Sequence[str]]]) -> l
     return figures
 
 
-def _further(rows: Sequence[Row]) -> list[Figure]:
+def _further(report: Report) -> list[Figure]:
     """A chart of each metric that no other chart shows and that changed, in the order of the rows' columns."""
+    rows, labels = report.facts.rows, {node.label for node in report.facts.config.graph.nodes}
     shown = {name for _, names in (*LEARNING, *POLICY, *SPEED) for name in names}
-    shown |= COLUMNS | NO_NUMBERS | {"lag_mean", "lag_max"}
-    found: dict[str, set[float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            short = name.rpartition(".")[2]
-            # Counts by lag are a histogram, and versions and updates say what a metric is of.
-            counts = short.startswith(BY_LAG) or short.endswith(("_version", "_update"))
-            if short not in shown and not counts and f"{name}_version" not in row and _known(value):
-                found.setdefault(short, set()).add(value)
-    changed = [name for name, values in found.items() if len(values) > 1]
-    return _rows(rows, [(name, (name,)) for name in changed[:MOST]])
+    # A row says of which update a node off the critical path reports, and `accuracies` draws those with a version.
+    shown |= COLUMNS | NO_NUMBERS | {"lag_mean", "lag_max", "accuracy_version"} | {f"{one}_update" for one in labels}
+    found: dict[str, list[str]] = {}
+    for column in {name: None for row in rows for name in row}:
+        # A metric's own name may have dots; without its node's label it is the shortest.
+        name = min((column.removeprefix(f"{label}.") for label in labels), key=len, default=column) or column
+        measured = name == "accuracy" and any(f"{column}_version" in row for row in rows)
+        # Counts by lag are a histogram.
+        if name not in shown and not name.startswith(BY_LAG) and not measured:
+            found.setdefault(name, []).append(column)
+    figures: list[Figure] = []
+    for name, reported in found.items():
+        own = [{column: row[column] for column in ("update", *reported) if column in row} for row in rows]
+        if len({row[column] for column in reported for row in own if _known(row.get(column))}) > 1:
+            figures += _rows(own, [(name, (name,))])
+        if len(figures) == MOST:
+            break
+    return figures
 
 
 def _shown(rows: Sequence[Row], name: str) -> bool:

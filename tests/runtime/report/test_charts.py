@@ -12,11 +12,12 @@ import pytest
 
 from penstock.graph import load, trace
 from penstock.runtime.record.metrics import read_rows
-from penstock.runtime.report.charts import Figure, accuracies, curves, histogram, number, percent, thinned
+from penstock.runtime.report.charts import Figure, accuracies, chart_groups, curves, histogram, number, percent, thinned
 from penstock.runtime.report.follow import Work
 from penstock.runtime.report.page import render
 from penstock.runtime.report.run_history import read_facts
 from penstock.runtime.report.schedule_data import Chart, Row, Strip, encode, thin
+from penstock.runtime.report.summary import make_report
 from penstock.runtime.report.write import write_report
 from penstock.runtime.schedule.simulator import Durations
 
@@ -164,14 +165,38 @@ def test_accuracy_is_of_versions_that_were_measured_and_of_no_samples_to_learn_f
 
 def test_metrics_of_the_programs_own_nodes_are_drawn_where_they_changed(tmp_path: Path) -> None:
     folder = simulated_run(tmp_path / "run", updates=3).folder
-    own = [{"right_in_4": 0.25 * u, "solver.kept": u % 2, "same": 1.0, "tokens_lag_1": u} for u in range(3)]
+    own = [
+        {
+            "right_in_4": 0.25 * u,
+            "fake_score.kept": u % 2,
+            "acc.math": u,
+            "len.math": 2 * u,
+            "math": 3 * u,
+            "x.": u,
+            "dataset_version": u,
+            "since_update": u,
+            "accuracy": u / 2,
+            "accuracy_version": u,
+            "fake_update_update": u,
+            "same": 1.0,
+            "tokens_lag_1": u,
+        }
+        for u in range(3)
+    ]
     rows = [row | more for row, more in zip(read_rows(folder.metrics), own, strict=True)]
     folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (further,) = [
+        group for group in chart_groups(make_report(read_facts(folder), lambda: False)) if group.anchor == "further"
+    ]
+    # A node's label is no part of a metric's name, which may have dots itself.
+    titles = ["right_in_4", "kept", "acc.math", "len.math", "math", "x.", "dataset_version", "since_update"]
+    assert [figure.title for figure in further.figures] == titles
     write_report(folder, tmp_path / "report.html", limit_s=1.0)
-    (further,) = re.findall(r'<section id="further".*?</section>', (tmp_path / "report.html").read_text(), re.S)
-    assert "right_in_4 from 0 to 0.5" in further
-    assert "solver.kept from 0 to 0, between 0 and 1" in further
-    assert not any(name in further for name in ("same", "tokens_lag_1", "ratio_mean", "reward_mean"))
+    (section,) = re.findall(r'<section id="further".*?</section>', (tmp_path / "report.html").read_text(), re.S)
+    assert "right_in_4 from 0 to 0.5" in section
+    assert "fake_score.kept from 0 to 0, between 0 and 1" in section
+    assert section.count("math from ") == 3
+    assert not any(name in section for name in ("same", "tokens_lag_1", "ratio_mean", "reward_mean", "accuracy"))
 
 
 @pytest.mark.slow
