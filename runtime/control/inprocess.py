@@ -46,7 +46,8 @@ class InProcess:
         for replica in config.plan.replicas:
             (rank,) = replica.ranks  # a mesh needs processes
             setup = config.setup(replica, 0, folder, restore)
-            channels = LocalChannels(config.channels(), replica.name, 0, rank.device, peers, config.flags.wire)
+            given = config.channels(), replica.name, 0, rank.device, peers, config.flags.wire, config.kept_versions
+            channels = LocalChannels(*given)
             self.executors[replica.name] = Executor(setup, channels, HeldValues(setup, self.values))
 
     def run(self) -> str:

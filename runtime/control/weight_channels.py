@@ -42,7 +42,7 @@ class LocalChannels:
     """The channels of one rank if all ranks share one process. `peers` are the others', by replica. The receiving rank
     copies directly from the sender's snapshot.
 
-    `publishers` and `receivers` are made when a channel is first used.
+    `publishers` and `receivers` are made when a channel is first used. A publisher keeps `keep` versions.
     """
 
     def __init__(
@@ -53,8 +53,10 @@ class LocalChannels:
         device: str,
         peers: dict[str, "LocalChannels"],
         wire: str = "",
+        keep: int = 1,
     ) -> None:
-        self.replica, self.rank, self.device, self.peers, self.wire = replica, rank, device, peers, wire
+        self.replica, self.rank, self.device, self.peers = replica, rank, device, peers
+        self.wire, self.keep = wire, keep
         # Only the channels in which this replica takes part.
         self.channels = {n: c for n, c in channels.items() if replica in {r.name for r in (c.source, *c.replicas)}}
         self.publishers: dict[str, WeightPublisher] = {}
@@ -120,7 +122,7 @@ class LocalChannels:
 
     def _publisher(self, channel: str, value: Carried, **more: Any) -> WeightPublisher:
         wire = self.channels[channel].precision or self.wire
-        return WeightPublisher(channel, value, rank=self.rank, device=self.device, wire=wire, **more)
+        return WeightPublisher(channel, value, rank=self.rank, device=self.device, wire=wire, keep=self.keep, **more)
 
     def _new_receiver(self, channel: str, **more: Any) -> WeightReceiver:
         restores = not self.channels[channel].precision
@@ -178,7 +180,7 @@ class WeightChannels(LocalChannels):
     def __init__(
         self, channels: Mapping[str, Channel], replica: str, rank: int, device: str, settings: SyncSettings
     ) -> None:
-        super().__init__(channels, replica, rank, device, {}, settings.options.wire)
+        super().__init__(channels, replica, rank, device, {}, settings.options.wire, settings.keep)
         self.settings = settings
         options = settings.options
         # A lost replica would break the chain for the replicas after it.
@@ -276,9 +278,9 @@ class WeightChannels(LocalChannels):
     def _publisher(self, channel: str, value: Carried, **more: Any) -> WeightPublisher:
         own = self.channels[channel].source
         add = self._all_reduce(channel, own)
-        options, keep = self.settings.options, self.settings.keep
+        options = self.settings.options
         return super()._publisher(
-            channel, value, ranks=len(own.ranks), add=add, proof=options.proof, keep=keep, elastic=self.settings.elastic
+            channel, value, ranks=len(own.ranks), add=add, proof=options.proof, elastic=self.settings.elastic
         )
 
     def _new_receiver(self, channel: str, **more: Any) -> WeightReceiver:

@@ -216,6 +216,11 @@ def test_an_update_that_is_about_to_read_what_a_dead_host_has_gives_its_groups_b
     assert_as_if_nothing_had_happened(folder, updates, bits)
 
 
+def test_in_one_process_too_a_sender_keeps_the_versions_that_replicas_may_go_back_to(tmp_path: Path) -> None:
+    flags = toy_flags(updates=6, **PINNED)
+    assert len(rows(run_here(make_run(tmp_path, "toy", {"lag": 3}, flags, generators=3)))) == 6
+
+
 def config(program: str, options: Mapping[str, Any], **flags: Any) -> RunConfig:
     found = RunOptions(lost_replica="replace", device="cpu", **flags)
     cluster = Cluster(hosts=(Host(name="local", cores=4),)) if flags else ONE_HOST
