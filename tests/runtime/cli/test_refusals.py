@@ -127,7 +127,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         # plan
         ("plan aipo", 2, "--cluster: given nothing"),
         *((f"{verb} aipo --cluster 1x8xH100", 2, "--model: given nothing") for verb in ("plan", "simulate")),
-        *((f"{verb} aipo --cluster 0x8xH100 {WORK}", 2, "at least 1 of each") for verb in ("plan", "simulate")),
+        *((f"{verb} aipo --cluster 0x8xH100 {WORK}", 2, "needed at least 1 host") for verb in ("plan", "simulate")),
         *((f"{verb} aipo --cluster 1x8xH10 {WORK}", 2, "did you mean 'H100'") for verb in ("plan", "simulate")),
         *((f"{verb} aipo --cluster this {WORK}", 2, "needed first: penstock doctor") for verb in ("plan", "simulate")),
         *((f"{verb} aipo --cluster cpu.toml {WORK}", 2, "needed GPUs; .*--from RUN") for verb in ("plan", "simulate")),
