@@ -46,8 +46,9 @@ class InProcess:
         for replica in config.plan.replicas:
             (rank,) = replica.ranks  # a mesh needs processes
             setup = config.setup(replica, 0, folder, restore)
-            given = config.channels(), replica.name, 0, rank.device, peers, config.flags.wire, config.kept_versions
-            channels = LocalChannels(*given)
+            channels = LocalChannels(
+                config.channels(), replica.name, 0, rank.device, peers, config.flags.wire, config.kept_versions
+            )
             self.executors[replica.name] = Executor(setup, channels, HeldValues(setup, self.values))
 
     def run(self) -> str:

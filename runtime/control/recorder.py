@@ -171,8 +171,8 @@ class RunRecorder:
             self.warn(f"{given}: {goes_on} since then")
         self.kept = tuple(one.written for one in all_checkpoints(folder))
         # What the nodes of the evaluation that is under way have reported, and the groups that its update has taken.
-        self._examined: dict[Firing, Metrics] = {}
-        self._examined_groups: set[int] = set()
+        self._evaluation_metrics: dict[Firing, Metrics] = {}
+        self._evaluation_groups: set[int] = set()
         # By "before" and "after" training, the metrics of a whole evaluation.
         self.evaluated: dict[str, dict[str, float | None]] = {**(cut.figures.get("evaluated", {}) if cut else {})}
         # Replicas that were lost or joined, in earlier lives, too.
@@ -203,7 +203,7 @@ class RunRecorder:
                     if firing.node in self.rows.nodes:
                         self.rows.batch(firing.index, groups)
                     elif self.clocks.get(firing.node) == "update" and firing.node.startswith(EVALUATION):
-                        self._examined_groups.update(groups)
+                        self._evaluation_groups.update(groups)
                 case Publish(channel, version, replica):
                     self.doing[replica] = Firing(channel, version)
                 case Send(channel, _, _, replica):
@@ -260,7 +260,7 @@ class RunRecorder:
             return
         means = {name: Mean(metrics[name], count) for name, count in result.counts.items() if name in metrics}
         if firing.node.startswith(EVALUATION):
-            self._examined[firing] = metrics | means
+            self._evaluation_metrics[firing] = metrics | means
         elif clock == "group":
             if metrics:
                 self.rows.group(firing, metrics | means)
@@ -341,7 +341,7 @@ class RunRecorder:
     def close_stage(self, name: str) -> None:
         """A stage has ended by itself: note its metrics, if it was an evaluation."""
         if name in ("before", "after"):
-            figures = self._examination()
+            figures = self._whole_evaluation()
             self.evaluated[name] = {each: value if is_figure(value) else None for each, value in figures.items()}
             accuracy = self.evaluated[name].get("accuracy")
             self.accuracy[name] = None if accuracy is None else round(accuracy, 6)
@@ -350,17 +350,17 @@ class RunRecorder:
                 self.not_finite[f"accuracy_{name}"] = {"value": str(figures["accuracy"])}
                 self.note(f"the accuracy {name} training is {figures['accuracy']}, not a number")
 
-    def _examination(self) -> Metrics:
+    def _whole_evaluation(self) -> Metrics:
         """The metrics of the evaluation that has ended. Of several nodes with the same one, it is that of the first in
         the program, those per update before those per group; the others have it with their name before it, as in rows.
         """
         by_node: dict[str, list[Metrics]] = {node: [] for node in self.clocks}
         # Sorted: sums of floats must not depend on the order in which firings ended.
-        for firing in sorted(self._examined):
-            if self.clocks[firing.node] == "update" or firing.index in self._examined_groups:
-                by_node[firing.node].append(self._examined[firing])
-        self._examined.clear()
-        self._examined_groups.clear()
+        for firing in sorted(self._evaluation_metrics):
+            if self.clocks[firing.node] == "update" or firing.index in self._evaluation_groups:
+                by_node[firing.node].append(self._evaluation_metrics[firing])
+        self._evaluation_metrics.clear()
+        self._evaluation_groups.clear()
         found: Metrics = {}
         for node in sorted(by_node, key=lambda node: self.clocks[node] != "update"):
             own = combine(by_node[node])

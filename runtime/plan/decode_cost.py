@@ -350,9 +350,13 @@ def rollout_s(work: Workload, generator: Generator, replicas: int) -> float:
     return float(ends.max())
 
 
-def generator_memory(generator: Generator, context: float, copies: int = 2) -> Memory:
-    """The memory of a rank of the fullest stage with all slots in use, with `context` tokens in each on average. With
-    two `copies` of the weights, one is in use while the next version arrives."""
+# Versions of the weights that a generator has: one in use, and the next one, which arrives.
+VERSIONS = 2
+
+
+def generator_memory(generator: Generator, context: float, copies: int = VERSIONS) -> Memory:
+    """The memory of a rank of the fullest stage with all slots in use, with `context` tokens in each on average, and
+    `copies` of the weights."""
     shape, mesh = generator.shape, generator.mesh
     fullest = max(stage.dense + stage.experts / mesh.ep for stage in stages_of(shape, mesh.pp))
     weights = fullest / mesh.tp * BYTES[generator.precision]

@@ -21,7 +21,7 @@ from penstock.runtime.cluster.gpus import BYTES, Gpu, Precision, gpu_like
 from penstock.runtime.cluster.placement import Pool, Rank, Replica, decodes
 from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.plan.candidates import micro_tokens
-from penstock.runtime.plan.decode_cost import Generator, generator_memory
+from penstock.runtime.plan.decode_cost import VERSIONS, Generator, generator_memory
 from penstock.runtime.plan.infeasible import HOST_MEMORY, NO_FIT
 from penstock.runtime.plan.model_shape import Parallel, Shape, ShapeError, read_shape
 from penstock.runtime.plan.roles import Models, is_copy, is_model, with_adapters
@@ -225,7 +225,7 @@ class _Run:
             turns, replica = self.config.offload != "off", pool.replicas[0]
             narrow = next((cast(Precision, node.precision) for node in graph.nodes if node.precision), None)
             # A CPU has a second copy, in the order in which its products read it: `pack` in nodes/model/kernels.py.
-            copies = 2 + (replica.ranks[0].device == "cpu" and not narrow and not flags.invariant)
+            copies = VERSIONS + (replica.ranks[0].device == "cpu" and not narrow and not flags.invariant)
             generator = Generator(
                 self._policy(self.learning), gpu, _parallel(replica), 0 if turns else flags.slots,
                 narrow or self._precision, cache=self._precision,
