@@ -1,8 +1,9 @@
 /* Attention of one token per row over the cache of the row's slot: `attend` of attention.py, for a CPU.
 
-   Compiled at run time, with K (width of a head), N (query heads of a key-value head), LANES (floats of a vector, a
-   power of 2 up to 16) and, if the cache is in bfloat16, BF16. LANES divides K; in bfloat16 2 * LANES does. One thread
-   computes a row, its positions in order, so its bits depend only on its own numbers. */
+   Compiled at run time, with K (width of a head), N (query heads of a key-value head), PAGE (positions of a page, a
+   multiple of 16), LANES (floats of a vector, a power of 2 up to 16) and, if the cache is in bfloat16, BF16. LANES
+   divides K; in bfloat16 2 * LANES does. One thread computes a row, its positions in order, so its bits depend only on
+   its own numbers. */
 
 #include <stdlib.h>
 
@@ -31,8 +32,20 @@ static inline void load(vector to[PARTS], const stored *from) {
     }
 }
 
-/* The index in the head of lane i of vector p. */
-static inline int place(int p, int i) { return (p & ~1) * LANES + 2 * i + (p & 1); }
+/* The bits of a float that is rounded to bfloat16; NaN stays NaN. */
+static inline bits_vector rounded_bits(vector x) {
+    bits_vector bits = (bits_vector)x, none = (bits_vector)(x != x);
+    return (bits + 0x7fff + (bits >> 16 & 1) & 0xffff0000 & ~none) | (none & 0x7fc00000);
+}
+
+/* Store a head's numbers, in the order of `load`, times `scale`. */
+static inline void store(stored *to, const vector from[PARTS], float scale) {
+#pragma GCC unroll 16
+    for (int p = 0; p < PARTS; p += 2) {
+        bits_vector pairs = rounded_bits(from[p] * scale) >> 16 | rounded_bits(from[p + 1] * scale);
+        memcpy(to + p * LANES, &pairs, sizeof pairs);
+    }
+}
 #else
 static inline void load(vector to[PARTS], const stored *from) {
     /* One by one: for all at once compilers generate a call, and a copy in memory. */
@@ -40,7 +53,13 @@ static inline void load(vector to[PARTS], const stored *from) {
     for (int p = 0; p < PARTS; p++) memcpy(&to[p], from + p * LANES, sizeof to[p]);
 }
 
-static inline int place(int p, int i) { return p * LANES + i; }
+static inline void store(stored *to, const vector from[PARTS], float scale) {
+#pragma GCC unroll 16
+    for (int p = 0; p < PARTS; p++) {
+        vector found = from[p] * scale;
+        memcpy(to + p * LANES, &found, sizeof found);
+    }
+}
 #endif
 
 /* The lanes to pick from two vectors, whose lanes together are 0 to 2 * LANES - 1, in blocks of 2 * half lanes: the
@@ -126,17 +145,31 @@ static inline __attribute__((always_inline)) void score(float *to, const factor 
     memcpy(to, &found, sizeof found);
 }
 
-/* Prefetch `count` positions of a head: each slot has a memory region of its own, which processors do not prefetch by
-   themselves (Zen 5: half the time). Into the second-level cache, since the first has no room for them. */
+/* Prefetch `count` positions of a head: pages are apart in memory, and processors prefetch only what is adjacent (Zen 5:
+   half the time). Into the second-level cache, since the first has no room for them. */
 static inline void ask_for(const stored *from, int64_t count) {
     for (int64_t i = 0; i < count * K; i += 64 / (int64_t)sizeof(stored)) __builtin_prefetch(from + i, 0, 2);
 }
 
-/* Query heads whose results are in registers at the same time, and positions for which they stay there. With more
-   heads, results would be in memory (Zen 4, 7 heads of 128 in bfloat16: 2.6 times as long). With the 16 registers of
-   AVX2 reading values again is no better. */
+/* Turn `count` scores, a multiple of 16, into weights that are not divided by their sum. Returns 1 / sum. */
+static inline float exponentiate(float *w, int64_t count) {
+    float lanes[16], most = -INFINITY;
+    memcpy(lanes, w, sizeof lanes);
+    for (int64_t c = 16; c < count; c += 16)
+        for (int i = 0; i < 16; i++) lanes[i] = w[c + i] > lanes[i] ? w[c + i] : lanes[i];
+    for (int i = 0; i < 16; i++) most = lanes[i] > most ? lanes[i] : most;
+    memset(lanes, 0, sizeof lanes);
+    for (int64_t c = 0; c < count; c += 16)
+        for (int i = 0; i < 16; i++) lanes[i] += w[c + i] = exponential(w[c + i] - most);
+    for (int half = 8; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return 1 / lanes[0];
+}
+
+/* Query heads whose results are in registers at the same time, for the positions of a page. With more heads, results
+   would be in memory (Zen 4, 7 heads of 128 in bfloat16: 2.6 times as long). With the 16 registers of AVX2 reading
+   values again is no better. */
 #define TOGETHER (WIDTH < 16 || N * PARTS <= 2 * WIDTH ? N : PARTS <= WIDTH ? WIDTH / PARTS : 1)
-#define TURN 16
 
 /* Add the weighted values of `count` positions to the results of `many` heads; with each, prefetch a position from
    `ask` on. */
@@ -158,11 +191,13 @@ static inline __attribute__((always_inline)) void add(int many, vector total[][P
 
 /* Row r with `positions[r]` >= 0 writes its key and value at this position of slot `slots[r]` and attends to all
    positions up to it, or only to the last `window` unless that is 0; the result of other rows is 0. `q_row`, `k_row`
-   and `v_row` are the strides of rows of q, k and v; a slot has G heads of C positions. Returns 1 if there is not
-   enough memory, otherwise 0. */
+   and `v_row` are the strides of rows of q, k and v. The cache is [slots, pages, G, PAGE, K]: what a row reads is
+   adjacent, however many pages its slot has (Granite Rapids, 25 positions of 2,064: 0.7 of the time of a step).
+   Returns 1 if there is not enough memory, otherwise 0. */
 int attend(const stored *q, const stored *k, const stored *v, stored *keys, stored *values, const int64_t *slots,
-           const int64_t *positions, stored *out, int64_t rows, int64_t G, int64_t C, int64_t q_row, int64_t k_row,
+           const int64_t *positions, stored *out, int64_t rows, int64_t G, int64_t pages, int64_t q_row, int64_t k_row,
            int64_t v_row, int64_t window, float scale, int threads) {
+    int64_t head = PAGE * K, page = G * head, slot = pages * page, stride = pages * PAGE;
     int failed = 0;
 #pragma omp parallel num_threads(threads)
     {
@@ -170,11 +205,10 @@ int attend(const stored *q, const stored *k, const stored *v, stored *keys, stor
 #pragma omp for
         for (int64_t row = 0; row < rows; row++)
             for (int64_t g = 0; g < G && positions[row] >= 0; g++) {
-                int64_t place = ((slots[row] * G + g) * C + positions[row]) * K;
+                int64_t at = positions[row], place = slots[row] * slot + at / PAGE * page + g * head + at % PAGE * K;
                 memcpy(keys + place, k + row * k_row + g * K, K * sizeof(stored));
                 memcpy(values + place, v + row * v_row + g * K, K * sizeof(stored));
             }
-        int64_t stride = (C + LANES - 1) / LANES * LANES;
         float *weights = malloc(sizeof(float) * N * stride);
         if (!weights) {
 #pragma omp atomic write
@@ -188,47 +222,49 @@ int attend(const stored *q, const stored *k, const stored *v, stored *keys, stor
                 memset(to, 0, sizeof(stored) * N * K);
                 continue;
             }
-            int64_t unseen = 0 < window && window < length ? length - window : 0;
-            int64_t begin = ((slots[row] * G + g) * C + unseen) * K;
+            /* From the page of the first position that it sees; positions count from there. */
+            int64_t unseen = 0 < window && window < length ? length - window : 0, first = unseen / PAGE;
+            int64_t begin = slots[row] * slot + first * page + g * head;
             const stored *key = keys + begin, *value = values + begin;
-            length -= unseen;
+            length -= first * PAGE, unseen -= first * PAGE;
+            int64_t own = (length + PAGE - 1) / PAGE;
             factor query[N][FACTORS];
             vector total[N][PARTS];
             for (int n = 0; n < N; n++) load_query(query[n], q + row * q_row + (g * N + n) * K);
-            int64_t whole = length / LANES * LANES;
-            ask_for(value + whole * K, length - whole);
-            for (int64_t c = 0; c < whole; c += LANES) {
-                ask_for(value + c * K, LANES);
-                for (int n = 0; n < N; n++) score(weights + n * stride + c, query[n], key + c * K, LANES, scale);
+            for (int64_t p = 0; p < own; p++) {
+                int64_t count = length - p * PAGE < PAGE ? length - p * PAGE : PAGE;
+                ask_for(value + p * page, count);
+                for (int n = 0; n < N; n++) {
+                    float *w = weights + n * stride + p * PAGE;
+                    const stored *from = key + p * page;
+                    if (count == PAGE) {
+                        for (int i = 0; i < PAGE; i += LANES) score(w + i, query[n], from + i * K, LANES, scale);
+                        continue;
+                    }
+                    for (int64_t i = 0; i < count; i += LANES) score(w + i, query[n], from + i * K, count - i, scale);
+                    for (int64_t i = count; i < PAGE; i++) w[i] = -INFINITY;
+                }
             }
-            for (int n = 0; n < N && whole < length; n++)
-                score(weights + n * stride + whole, query[n], key + whole * K, length - whole, scale);
             float inverse[N];
             for (int n = 0; n < N; n++) {
-                float *w = weights + n * stride, most = -INFINITY, mass = 0;
-#pragma omp simd reduction(max : most)
-                for (int64_t i = 0; i < length; i++) most = w[i] > most ? w[i] : most;
-#pragma omp simd reduction(+ : mass)
-                for (int64_t i = 0; i < length; i++) mass += w[i] = exponential(w[i] - most);
-                inverse[n] = 1 / mass;
+                for (int64_t i = 0; i < unseen; i++) weights[n * stride + i] = -INFINITY;
+                inverse[n] = exponentiate(weights + n * stride, own * PAGE);
             }
             memset(total, 0, sizeof total);
             int64_t after = x + 1 < rows * G ? x + 1 : x;
-            const stored *next = keys + (slots[after / G] * G + after % G) * C * K;
-            for (int64_t c = 0; c < length; c += TURN) {
-                int64_t count = length - c < TURN ? length - c : TURN;
+            const stored *next = keys + slots[after / G] * slot + first * page + after % G * head;
+            for (int64_t p = 0; p < own; p++) {
+                int64_t from = p ? 0 : unseen, end = length - p * PAGE < PAGE ? length - p * PAGE : PAGE;
                 for (int n = 0; n < N; n += TOGETHER) {
-                    const float *own = weights + n * stride + c;
-                    const stored *ask = n ? NULL : next + c * K;
+                    const float *w = weights + n * stride + p * PAGE + from;
+                    const stored *part = value + p * page + from * K, *ask = n ? NULL : next + p * page + from * K;
                     if (N - n >= TOGETHER)
-                        add(TOGETHER, total + n, own, stride, value + c * K, count, ask);
+                        add(TOGETHER, total + n, w, stride, part, end - from, ask);
                     else
-                        add(N % TOGETHER, total + n, own, stride, value + c * K, count, ask);
+                        add(N % TOGETHER, total + n, w, stride, part, end - from, ask);
                 }
             }
-            for (int n = 0; n < N; n++)
-                for (int p = 0; p < PARTS; p++)
-                    for (int i = 0; i < LANES; i++) to[n * K + place(p, i)] = rounded(total[n][p][i] * inverse[n]);
+            for (int n = 0; n < N; n++) store(to + n * K, total[n], inverse[n]);
         }
         free(weights);
     }

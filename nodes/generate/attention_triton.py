@@ -26,13 +26,15 @@ def attend(
     q_RHK: Tensor,
     k_RGK: Tensor,
     v_RGK: Tensor,
-    keys_SGCK: Tensor,
-    values_SGCK: Tensor,
+    keys_S1GCK: Tensor,
+    values_S1GCK: Tensor,
     slots_R: Tensor,
     positions_R: Tensor,
     window: int,
 ) -> Tensor:
-    """As `attention.attend`. A row at position -1 writes nothing, and its output has no meaning."""
+    """As `attention.attend`, for slots of one page. A row at position -1 writes nothing, and its output has no
+    meaning."""
+    keys_SGCK, values_SGCK = keys_S1GCK.squeeze(1), values_S1GCK.squeeze(1)
     (rows, heads, width), (_, groups, length, _) = q_RHK.shape, keys_SGCK.shape
     each, wide = heads // groups, max(16, triton.next_power_of_2(width))  # 16 is a product's least width
     block = max(16, min(BLOCK, BLOCK_BYTES // (wide * keys_SGCK.itemsize)))

@@ -296,10 +296,10 @@ static void add_normed(const struct model *m, const stored *norm, stored *made, 
 }
 
 /* Hidden states `out` [R, D] after the final norm, for rows that are `tokens` at `positions` of `slots`. Their keys and
-   values are written to `keys` and `values` [layers, S, G, C, K]. Returns 1 if there is not enough memory, otherwise
-   0. */
+   values are written to `keys` and `values`: `cache` elements of a layer, in slots of `pages`. Returns 1 if there is not
+   enough memory, otherwise 0. */
 int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, const int64_t *positions, stored *keys,
-           stored *values, int64_t R, int64_t S, int64_t C, stored *working, stored *out, int threads) {
+           stored *values, int64_t R, int64_t cache, int64_t pages, stored *working, stored *out, int threads) {
     int64_t D = m->D, H = m->H, G = m->G, K = m->K, I = m->I, queries = H * K, row = (H + 2 * G) * K;
     stored *x = working, *normed = x + R * D, *qkv = normed + R * D, *q = qkv + R * row, *k = q + R * queries;
     stored *seen = k + R * G * K, *gated = seen + R * queries, *tables = gated + R * I;
@@ -332,9 +332,8 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
         }
         m->rotate(own_q, cos, sin, q, R, H, K, R, q_row, 0, threads);
         m->rotate(own_k, cos, sin, k, R, G, K, R, k_row, 0, threads);
-        int64_t entries = layer * S * G * C * K;
-        failed |= m->attend(q, k, qkv + queries + G * K, keys + entries, values + entries, slots, positions, seen, R, G,
-                            C, queries, G * K, row, m->windows[layer], 1 / sqrtf(K), threads);
+        failed |= m->attend(q, k, qkv + queries + G * K, keys + layer * cache, values + layer * cache, slots, positions,
+                            seen, R, G, pages, queries, G * K, row, m->windows[layer], 1 / sqrtf(K), threads);
         /* The output of a branch that is normed before it is added replaces the branch's input. */
         int branch = of[O_NORM] ? PLAIN : ADDED, gate = GATED + (int)m->activation;
         stored *to = of[O_NORM] ? normed : x;

@@ -5,7 +5,7 @@ Its products use weights in a layout of their own, which are copied for each ver
 attention are those of the other files. It rounds where the model's operations round, so that log-probabilities differ
 from a trainer's only by the order of sums. A row's bits depend only on its own numbers.
 
-Shapes: R rows, S slots, G key-value heads, C positions of a slot, K width of a head, D hidden width, V vocabulary.
+Shapes: R rows, D hidden width, V vocabulary.
 """
 
 import ctypes
@@ -166,9 +166,9 @@ class DecodePass:
         out_RD = torch.empty(rows, self.given.D, dtype=self.working.dtype)
         tensors = *inputs_3R, cache.keys, cache.values
         assert all(each.is_contiguous() for each in tensors)
-        _, num_slots, _, length, _ = cache.keys.shape
-        sizes = rows, num_slots, length, self.working.data_ptr(), out_RD.data_ptr(), torch.get_num_threads()
-        if self.functions.decode(ctypes.byref(self.given), *(each.data_ptr() for each in tensors), *sizes):
+        sizes = rows, cache.keys[0].numel(), cache.keys.shape[2]
+        memory = self.working.data_ptr(), out_RD.data_ptr(), torch.get_num_threads()
+        if self.functions.decode(ctypes.byref(self.given), *(each.data_ptr() for each in tensors), *sizes, *memory):
             raise MemoryError(f"generate: no memory for a pass of {rows} rows")
         return out_RD
 

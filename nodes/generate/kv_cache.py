@@ -1,10 +1,11 @@
 """The memory of a generator: lengths of prompts and responses, the size of a slot, the cache, and attention over it.
 
-Shapes: R rows of a pass, S slots, G key-value heads, H query heads, C positions, K width of a head, M copies, T tokens
-of a response.
+Shapes: R rows of a pass, S slots, B pages of a slot, P positions of a page, G key-value heads, H query heads, K width
+of a head, M copies, T tokens of a response.
 """
 
 import ctypes
+import math
 import mmap
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from penstock.graph.machine import free_memory
 from penstock.graph.requires import Call
 from penstock.graph.types import Prompts
 from penstock.nodes.data import FilePrompts
-from penstock.nodes.generate.attention import attend, stored_dtype
+from penstock.nodes.generate.attention import attend, cache_shape, stored_dtype
 from penstock.nodes.generate.cuda_graph import Graphs
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.open_model import refuse_long, spec_of, suspects
@@ -48,12 +49,19 @@ class CacheSize:
         groups = self.config.num_key_value_heads
         return stored_dtype(self.dtype, self.device, self.config.num_attention_heads // groups, self.config.head_dim)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the cached keys, or values, [layers, S, B, G, P, K]."""
+        config = self.config
+        sizes = self.slots, self.length, config.num_key_value_heads, config.head_dim
+        return config.num_hidden_layers, *cache_shape(*sizes, self.device)
+
     def require_memory(self, coming: int = 0) -> None:
         """Raises ValueError if the device has less memory left than the cache takes, beside weights of `coming` bytes
         that will arrive."""
-        config, positions = self.config, self.config.num_hidden_layers * self.length * self.slots
-        taken = 2 * positions * config.num_key_value_heads * config.head_dim * self.stored.itemsize
-        taken += self.routes * 2 * positions * config.num_experts_per_tok
+        config = self.config
+        routes = config.num_hidden_layers * self.length * self.slots * config.num_experts_per_tok
+        taken = 2 * math.prod(self.shape) * self.stored.itemsize + self.routes * 2 * routes
         require_memory(taken, coming, self.slots, self.length, self.max_tokens, self.device)
 
 
@@ -79,13 +87,11 @@ def require_memory(nbytes: int, coming: int, slots: int, length: int, max_tokens
 class Cache:
     """Keys and values of all slots, and the attention of one forward pass over them.
 
-    `keys` and `values` are [layers, S, G, C, K]; the last position of a slot is never part of a conversation.
+    `keys` and `values` are [layers, S, B, G, P, K]; the last position of a slot is never part of a conversation.
     """
 
     def __init__(self, size: CacheSize) -> None:
-        config = size.config
-        shape = (config.num_hidden_layers, size.slots, config.num_key_value_heads, size.length, config.head_dim)
-        self.keys, self.values = (zeros(shape, size.stored, size.device) for _ in range(2))
+        self.keys, self.values = (zeros(size.shape, size.stored, size.device) for _ in range(2))
         self._slots_R = self._positions_R = torch.arange(size.slots, device=size.device)
 
     def begin(self, slots_R: Tensor, positions_R: Tensor) -> None:
@@ -101,8 +107,11 @@ class Cache:
 
     def copy(self, source: int, slots_M: Tensor, length: int) -> None:
         """Copy the first `length` positions of slot `source` to other slots."""
+        # Of several pages whole ones: later positions of the last one have no meaning yet.
+        page = self.keys.shape[4]
+        pages, within = -(-length // page), min(length, page)
         for each in (self.keys, self.values):
-            each[:, slots_M, :, :length] = each[:, source, None, :, :length]
+            each[:, slots_M, :pages, :, :within] = each[:, source, None, :pages, :, :within]
 
 
 class DecodeMemory:

@@ -109,14 +109,15 @@ class _Attend(torch.autograd.Function):
 
 def _attend(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int) -> Tensor:
     # Imported late, since the generator imports models.
-    from penstock.nodes.generate.attention import attend
+    from penstock.nodes.generate.attention import attend, cache_shape
 
     batch, length, groups, width = k_BSGK.shape
-    keys_BGSK, values_BGSK = (k_BSGK.new_empty(batch, groups, length, width) for _ in range(2))
+    shape = cache_shape(batch, length, groups, width, k_BSGK.device)
+    keys, values = (k_BSGK.new_empty(shape) for _ in range(2))
     slots_R = torch.arange(batch).repeat_interleave(length)
     positions_R = torch.arange(length).repeat(batch)
     q_RHK, k_RGK, v_RGK = (x.contiguous().flatten(0, 1) for x in (q_BSHK, k_BSGK, v_BSGK))
-    out_RHK = attend(q_RHK, k_RGK, v_RGK, keys_BGSK, values_BGSK, slots_R, positions_R, window)
+    out_RHK = attend(q_RHK, k_RGK, v_RGK, keys, values, slots_R, positions_R, window)
     return out_RHK.view(q_BSHK.shape)
 
 

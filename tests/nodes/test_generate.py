@@ -27,7 +27,7 @@ from penstock.graph.types import NodeWarning, Replies
 from penstock.nodes import fake
 from penstock.nodes.fake import FakeEngine, FakePolicy, fake_environment, fake_generate, fake_score, fake_update
 from penstock.nodes.generate import attention, generate, kv_cache, make_engine, sampling
-from penstock.nodes.generate.attention import attend
+from penstock.nodes.generate.attention import attend, cache_shape
 from penstock.nodes.generate.conversation import SampledGroup, StopStrings, never_said
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.kv_cache import WIDE, Cache, CacheSize, DecodeMemory
@@ -551,7 +551,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def filled(length: int, dtype: torch.dtype, width: int = 8, heads: int = 4) -> tuple[Tensor, ...]:
     """Return queries, keys and values of a pass, with `heads` over 2 key-value heads, and slots with random entries."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(SLOTS, number, width) for number in (heads, 2, 2)] + [(SLOTS, 2, length, width)] * 2
+    shapes = [(SLOTS, number, width) for number in (heads, 2, 2)] + [cache_shape(SLOTS, length, 2, width, "cpu")] * 2
     return tuple(torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
 
 
@@ -562,11 +562,11 @@ def test_attention_over_slots_is_attention(
     kernel: str, dtype: torch.dtype, heads: int, width: int, window: int
 ) -> None:
     """The rows have several slots; some have the same slot, and some are empty."""
-    q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK = filled(200, dtype, width, heads)
+    q_RHK, k_RGK, v_RGK, keys_SBGPK, values_SBGPK = filled(200, dtype, width, heads)
     slots_R, positions_R = torch.arange(SLOTS), torch.arange(SLOTS) * 12 + 3
     slots_R[4:9], positions_R[4:9], positions_R[12] = 5, torch.arange(60, 65), -1
-    own = keys_SGCK.clone(), values_SGCK.clone()
-    out_RHK = attend(q_RHK, k_RGK, v_RGK, *own, slots_R, positions_R, window)
+    out_RHK = attend(q_RHK, k_RGK, v_RGK, keys_SBGPK, values_SBGPK, slots_R, positions_R, window)
+    own = [x.transpose(1, 2).flatten(2, 3) for x in (keys_SBGPK, values_SBGPK)]
     for row, (slot, position) in enumerate(zip(slots_R.tolist(), positions_R.tolist(), strict=True)):
         if position < 0:
             continue
@@ -580,17 +580,17 @@ def test_attention_over_slots_is_attention(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_beside_others_and_in_another_row(kernel: str, dtype: torch.dtype) -> None:
-    q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK = filled(200, dtype)
+    q_RHK, k_RGK, v_RGK, keys_SBGPK, values_SBGPK = filled(200, dtype)
     slots_R, positions_R = torch.arange(SLOTS), torch.arange(SLOTS) * 12 + 3
-    together = attend(q_RHK, k_RGK, v_RGK, keys_SGCK.clone(), values_SGCK.clone(), slots_R, positions_R)
+    together = attend(q_RHK, k_RGK, v_RGK, keys_SBGPK.clone(), values_SBGPK.clone(), slots_R, positions_R)
     order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))
     moved = q_RHK[order], k_RGK[order], v_RGK[order]
-    other = attend(*moved, keys_SGCK.clone(), values_SGCK.clone(), slots_R[order], positions_R[order])
+    other = attend(*moved, keys_SBGPK.clone(), values_SBGPK.clone(), slots_R[order], positions_R[order])
     assert torch.equal(other, together[order])
     for row in (0, 7):
         alone_R = torch.full((SLOTS,), -1)
         alone_R[row] = positions_R[row]
-        alone = attend(q_RHK, k_RGK, v_RGK, keys_SGCK.clone(), values_SGCK.clone(), slots_R, alone_R)
+        alone = attend(q_RHK, k_RGK, v_RGK, keys_SBGPK.clone(), values_SBGPK.clone(), slots_R, alone_R)
         assert torch.equal(alone[row], together[row])
 
 
@@ -621,9 +621,11 @@ def test_passes_over_a_cache_are_the_whole_forward_and_a_prompt_has_the_bits_of_
         for begin in (0, 8, 16):
             step(caches[1], [3] * 8 + [7] * 8, [*range(begin, begin + 8)] * 2)
         caches[1].copy(7, torch.tensor([1, 2]), 24)
-        for whole, read in zip((caches[0].keys, caches[0].values), (caches[1].keys, caches[1].values), strict=True):
-            assert torch.equal(whole[:, [3, 7], :, :24], read[:, [3, 7], :, :24])
-            assert torch.equal(whole[:, [7, 7], :, :24], read[:, [1, 2], :, :24])
+        for name in ("keys", "values"):
+            # Positions in order: [layers, slots, heads, positions, width].
+            whole, read = (getattr(cache, name).transpose(2, 3).flatten(3, 4)[:, :, :, :24] for cache in caches)
+            assert torch.equal(whole[:, [3, 7]], read[:, [3, 7]])
+            assert torch.equal(whole[:, [7, 7]], read[:, [1, 2]])
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -2,7 +2,7 @@
 bfloat16, in Triton's interpreter on a CPU; and a generator that replays its passes as CUDA graphs."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from types import ModuleType
@@ -65,6 +65,14 @@ def passed(length: int, dtype: torch.dtype, width: int, heads: int = 4) -> tuple
     return *rows, *slots, slots_R.to(DEVICE), positions_R.to(DEVICE)
 
 
+def attend(given: Sequence[Tensor], window: int = 0) -> Tensor:
+    """Attention over slots of one page, whose keys and values are given as [S, G, C, K]."""
+    *rows, keys_SGCK, values_SGCK, slots_R, positions_R = given
+    cache = keys_SGCK[:, None], values_SGCK[:, None]
+    out_RHK: Tensor = _kernels()[0].attend(*rows, *cache, slots_R, positions_R, window)
+    return out_RHK
+
+
 @KERNELS
 @DTYPES
 @pytest.mark.parametrize("window", [0, 1, 21, 300])
@@ -77,7 +85,7 @@ def test_attention_over_slots_is_attention(
     given = passed(length, dtype, width, heads)
     *_, keys_SGCK, values_SGCK, slots_R, positions_R = given
     before = keys_SGCK.clone()
-    out_RHK = _kernels()[0].attend(*given, window)
+    out_RHK = attend(given, window)
     for row, (slot, position) in enumerate(zip(slots_R.tolist(), positions_R.tolist(), strict=True)):
         if position < 0:
             assert torch.equal(keys_SGCK[slot], before[slot])
@@ -93,17 +101,16 @@ def test_attention_over_slots_is_attention(
 @DTYPES
 def test_a_row_of_attention_has_the_same_bits_beside_others_and_in_another_row(dtype: torch.dtype) -> None:
     q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R = passed(900, dtype, 64)
-    attend = _kernels()[0].attend
-    together = attend(q_RHK, k_RGK, v_RGK, keys_SGCK.clone(), values_SGCK.clone(), slots_R, positions_R, 0)
+    together = attend((q_RHK, k_RGK, v_RGK, keys_SGCK.clone(), values_SGCK.clone(), slots_R, positions_R))
     order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     moved = q_RHK[order], k_RGK[order], v_RGK[order]
-    other = attend(*moved, keys_SGCK.clone(), values_SGCK.clone(), slots_R[order], positions_R[order], 0)
+    other = attend((*moved, keys_SGCK.clone(), values_SGCK.clone(), slots_R[order], positions_R[order]))
     there = positions_R[order] >= 0
     assert torch.equal(other[there], together[order][there])
     for row in (0, 11, 15):
         alone_R = torch.full_like(positions_R, -1)
         alone_R[row] = positions_R[row]
-        alone = attend(q_RHK, k_RGK, v_RGK, keys_SGCK.clone(), values_SGCK.clone(), slots_R, alone_R, 0)
+        alone = attend((q_RHK, k_RGK, v_RGK, keys_SGCK.clone(), values_SGCK.clone(), slots_R, alone_R))
         assert torch.equal(alone[row], together[row])
 
 
