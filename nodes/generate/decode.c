@@ -14,11 +14,12 @@
 #include <unistd.h>
 #endif
 
-/* Adjacent outputs of a packed weight, a block; and rows that a block is computed for at a time, without and with
-   tiles. */
+/* Adjacent outputs of a packed weight, a block; and the most rows that a block is computed for at a time, without and
+   with tiles, which have TILE rows. */
 #define BLOCK (2 * LANES)
 #define TALL 48
-#define TILED 32
+#define TILE 16
+#define TILED (4 * TILE)
 /* Rows whose sums with two registers of outputs are in registers at the same time. */
 #ifdef __AVX512F__
 #define ROWS 8
@@ -128,6 +129,58 @@ static void many(int64_t rows, const factor *x, int64_t x_row, int64_t I, const 
         }
 }
 
+/* x rounded to the stored format. */
+static inline vector narrowed(vector x) {
+    stored part[LANES];
+    store(part, x);
+    return load(part);
+}
+
+/* Sums of `count` rows with a block whose outputs begin at `at`, of O, and their use by `kind`. */
+struct sums {
+    float (*rows)[BLOCK];
+    int64_t count, at, O, out_row;
+    const stored *bias;
+    stored *out;
+    int kind;
+};
+
+/* Use the sums of some rows; the block has `left` outputs, at most BLOCK. */
+static inline __attribute__((always_inline)) void use(const struct sums *sums, int64_t begin, int64_t end, int kind,
+                                                      int64_t left) {
+    int64_t at = kind >= GATED ? sums->at / 2 : sums->at;
+    for (int64_t i = begin; i < end; i++) {
+        stored *out = sums->out + i * sums->out_row + at;
+        vector each[2];
+        for (int j = 0; j < 2; j++) memcpy(&each[j], sums->rows[i] + j * LANES, sizeof each[j]);
+        if (kind >= GATED) {
+            vector gate = narrowed(each[0]), made = gate * sigmoid(argument(gate, kind - GATED)) * narrowed(each[1]);
+            if (left > 1) store_part(out, made, left / 2);
+            continue;
+        }
+        for (int64_t j = 0; j < 2 && j * LANES < left; j++) {
+            int64_t part = left - j * LANES;
+            if (sums->bias) each[j] += load_part(sums->bias + at + j * LANES, part);
+            if (kind == ADDED) each[j] = load_part(out + j * LANES, part) + narrowed(each[j]);
+            store_part(out + j * LANES, each[j], part);
+        }
+    }
+}
+
+static __attribute__((noinline)) void finish(const struct sums *sums, int64_t begin, int64_t end) {
+    int64_t left = sums->O - sums->at;
+    if (left < BLOCK)
+        use(sums, begin, end, sums->kind, left);
+    else if (sums->kind == PLAIN)
+        use(sums, begin, end, PLAIN, BLOCK);
+    else if (sums->kind == ADDED)
+        use(sums, begin, end, ADDED, BLOCK);
+    else if (sums->kind == GATED)
+        use(sums, begin, end, GATED, BLOCK);
+    else
+        use(sums, begin, end, sums->kind, BLOCK);
+}
+
 #ifdef TILES
 static int tiles;
 
@@ -148,116 +201,150 @@ static void end_tiles(void) {
     if (tiles) _tile_release();
 }
 
-/* The same for 16 rows at `first`, and 16 rows at `second` unless that is null. */
-static inline void by_tiles(const stored *first, const stored *second, int64_t x_row, int64_t inputs, const stored *w,
-                            const char *ask, int64_t step, float to[][BLOCK]) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t k = 0; k < inputs; k += STEP, w += STEP * BLOCK) {
+/* Steps of the inputs for which the tiles of TILED rows and of a block fit in the first-level cache. */
+#define CHUNK 4
+
+/* Add the products of one tile of rows, or two with `pair`, and some steps of the inputs to the sums, which `begun` says
+   are there. With each step prefetch `bytes` of the weight, and use `share` rows of the sums `before`, from `*used` on:
+   that takes time in which tiles wait for the weight. */
+static inline __attribute__((always_inline)) void add_tiles(int pair, int begun, int64_t steps, const stored *x,
+                                                            int64_t x_step, const stored *w, const char *ask,
+                                                            int64_t bytes, float to[][BLOCK],
+                                                            const struct sums *before, int64_t share, int64_t *used) {
+    if (begun) {
+        _tile_loadd(0, to[0], 128);
+        _tile_loadd(1, to[0] + 16, 128);
+        if (pair) _tile_loadd(2, to[TILE], 128);
+        if (pair) _tile_loadd(3, to[TILE] + 16, 128);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t k = 0; k < steps; k++, x += x_step, w += STEP * BLOCK, ask += STEP * BLOCK * sizeof(stored)) {
         _tile_loadd(6, w, 128);
         _tile_loadd(7, w + 32, 128);
-        for (int i = 0; i < 16; i++, ask += step) __builtin_prefetch(ask, 0, 2);
-        _tile_loadd(4, first + k, x_row * 2);
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(ask + i, 0, 2);
+        _tile_loadd(4, x, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
-        if (second) {
-            _tile_loadd(5, second + k, x_row * 2);
+        if (pair) {
+            _tile_loadd(5, x + TILE * STEP, 64);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
+        }
+        if (*used < before->count) {
+            int64_t begin = *used;
+            *used = begin + share < before->count ? begin + share : before->count;
+            finish(before, begin, *used);
         }
     }
     _tile_stored(0, to[0], 128);
     _tile_stored(1, to[0] + 16, 128);
-    if (second) {
-        _tile_stored(2, to[16], 128);
-        _tile_stored(3, to[16] + 16, 128);
+    if (pair) _tile_stored(2, to[TILE], 128);
+    if (pair) _tile_stored(3, to[TILE] + 16, 128);
+}
+
+/* The sums of rows in `count` tiles [inputs / STEP, count, TILE, STEP] with a block. A chunk of the weight is used for
+   all rows before the next one is read, so that it is read from beyond the first-level cache once. The sums `before`
+   are used meanwhile. */
+static void by_tiles(int64_t count, const stored *x, int64_t inputs, const stored *w, const char *ask, int64_t bytes,
+                     float to[][BLOCK], const struct sums *before) {
+    int64_t steps = inputs / STEP, parts = steps * whole(count, 2) / 2, share = whole(before->count, parts) / parts;
+    int64_t used = 0, x_step = count * TILE * STEP;
+    for (int64_t k = 0; k < steps; k += CHUNK) {
+        int64_t some = steps - k < CHUNK ? steps - k : CHUNK;
+        const stored *own_w = w + k * STEP * BLOCK;
+        const char *own_ask = ask + k * STEP * BLOCK * sizeof(stored);
+        for (int64_t t = 0; t < count; t += 2, own_ask += bytes) {
+            const stored *own = x + k * x_step + t * TILE * STEP;
+            float(*sums)[BLOCK] = to + t * TILE;
+            if (t + 1 < count)
+                add_tiles(1, k > 0, some, own, x_step, own_w, own_ask, bytes, sums, before, share, &used);
+            else
+                add_tiles(0, k > 0, some, own, x_step, own_w, own_ask, bytes, sums, before, share, &used);
+        }
     }
 }
 #else
 enum { tiles = 0 };
 static void begin_tiles(void) {}
 static void end_tiles(void) {}
-static void by_tiles(const stored *first, const stored *second, int64_t x_row, int64_t inputs, const stored *w,
-                     const char *ask, int64_t step, float to[][BLOCK]) {}
+static void by_tiles(int64_t count, const stored *x, int64_t inputs, const stored *w, const char *ask, int64_t bytes,
+                     float to[][BLOCK], const struct sums *before) {}
 #endif
 
-/* x rounded to the stored format. */
-static inline vector narrowed(vector x) {
-    stored part[LANES];
-    store(part, x);
-    return load(part);
+/* Elements of working memory for a product with R rows of I inputs. */
+static int64_t product_size(int64_t R, int64_t I) {
+    int64_t factors = whole(R, TILE) * whole(I, STEP);
+    return WIDENED ? factors * (int64_t)(sizeof(float) / sizeof(stored)) : tiles ? factors : 0;
 }
 
-/* Use the sums of a row with a block by `kind`; the block's outputs begin at `at`, of O. */
-static inline void finish(const float sums[BLOCK], int kind, int64_t at, int64_t O, const stored *bias, stored *out) {
-    vector each[2];
-    for (int j = 0; j < 2; j++) memcpy(&each[j], sums + j * LANES, sizeof each[j]);
-    if (kind >= GATED) {
-        vector gate = narrowed(each[0]), made = gate * sigmoid(argument(gate, kind - GATED)) * narrowed(each[1]);
-        if (at / 2 < O / 2) store_part(out + at / 2, made, O / 2 - at / 2);
-        return;
-    }
-    for (int j = 0; j < 2 && at < O; j++, at += LANES) {
-        if (bias) each[j] += load_part(bias + at, O - at);
-        if (kind == ADDED) each[j] = load_part(out + at, O - at) + narrowed(each[j]);
-        store_part(out + at, each[j], O - at);
+/* Write x [R, I] as tiles: for each TILED rows [inputs / STEP, tiles, TILE, STEP]. Rows and inputs that do not fill a
+   tile are 0. Called by each thread of a team. */
+static void tile_rows(const stored *x, int64_t R, int64_t I, int64_t x_row, stored *to) {
+    int64_t inputs = whole(I, STEP);
+#pragma omp for
+    for (int64_t t = 0; t < whole(R, TILE) / TILE; t++) {
+        int64_t first = t * TILE / TILED * TILED, rows = R - first < TILED ? R - first : TILED;
+        int64_t count = whole(rows, TILE) / TILE;
+        stored *tile = to + first * inputs + (t - first / TILE) * TILE * STEP;
+        for (int64_t k = 0; k < inputs; k += STEP, tile += count * TILE * STEP)
+            for (int64_t i = 0, r = t * TILE; i < TILE; i++, r++) {
+                int64_t filled = r < R ? I - k : 0;
+                if (filled >= STEP)
+                    memcpy(tile + i * STEP, x + r * x_row + k, STEP * sizeof(stored));
+                else
+                    for (int64_t j = 0; j < STEP; j++) tile[i * STEP + j] = j < filled ? x[r * x_row + k + j] : 0;
+            }
     }
 }
 
-/* x [R, I] times a packed weight of O outputs, into rows of `out`. Returns 1 if there is not enough memory, otherwise
-   0. */
-static int product(const stored *x, int64_t R, int64_t I, int64_t x_row, const stored *w, int64_t O, const stored *bias,
-                   int kind, stored *out, int64_t out_row, int threads) {
+/* x [R, I] times a packed weight of O outputs, into rows of `out`. */
+static void product(const stored *x, int64_t R, int64_t I, int64_t x_row, const stored *w, int64_t O,
+                    const stored *bias, int kind, stored *out, int64_t out_row, stored *working, int threads) {
     int64_t inputs = whole(I, STEP), blocks = whole(O, BLOCK) / BLOCK, most = tiles ? TILED : TALL;
-    /* Tiles have 16 rows of a multiple of STEP numbers: rows that do not fit are copied into zeros. */
-    stored *copy = NULL;
-    int64_t copied = R;
-    if (tiles && (I % STEP || R % 16)) {
-        copied = I % STEP ? 0 : R / 16 * 16;
-        copy = calloc(whole(R - copied, 16) * inputs, sizeof(stored));
-        if (!copy) return 1;
-        for (int64_t r = copied; r < R; r++) memcpy(copy + (r - copied) * inputs, x + r * x_row, I * sizeof(stored));
-    }
+    const factor *factors = WIDENED ? (const factor *)working : (const factor *)x;
     int64_t factors_row = WIDENED ? inputs : x_row;
-    float *floats = WIDENED && !tiles ? malloc(sizeof(float) * R * inputs) : NULL;
-    if (WIDENED && !tiles && !floats) return 1;
-    const factor *factors = floats ? (const factor *)floats : (const factor *)x;
-    /* While it computes with a block, it prefetches the next one, a part with each few rows. */
-    int64_t each = tiles ? TILED : ROWS, calls = tiles ? 1 : BLOCK / (2 * WIDTH), parts = whole(R, each) / each * calls;
-    int64_t step = parts > 1 ? 128 / parts : 64, part = calls * step * inputs / PAIR;
+    /* While it computes with a block, it prefetches a later part of the weight: in turns of a few rows, each with some
+       bytes at each step. For many rows that is the next block, which is then read for all of them. */
+    int64_t each = tiles ? 2 * TILE : ROWS, calls = tiles ? 1 : BLOCK / (2 * WIDTH), turns = whole(R, each) / each * calls;
+    int64_t bytes = tiles ? whole(32, turns) / turns * 64 : turns > 1 ? 128 / turns : 64;
+    int64_t part = tiles ? bytes : calls * bytes * inputs / PAIR, ahead = tiles && R <= TILED ? 8 * STEP : inputs;
 #pragma omp parallel num_threads(threads)
     {
-        float sums[TALL][BLOCK] __attribute__((aligned(64)));
-        if (floats)
+        float memory[2][TILED][BLOCK] __attribute__((aligned(64)));
+        struct sums before = {.kind = kind, .bias = bias, .O = O, .out_row = out_row}, now = before;
+        if (tiles) {
+            tile_rows(x, R, I, x_row, working);
+        } else if (WIDENED) {
 #pragma omp for
             for (int64_t r = 0; r < R; r++)
-                for (int64_t k = 0; k < inputs; k++) floats[r * inputs + k] = k < I ? wide(x[r * x_row + k]) : 0;
+                for (int64_t k = 0; k < inputs; k++)
+                    ((float *)working)[r * inputs + k] = k < I ? wide(x[r * x_row + k]) : 0;
+        }
         begin_tiles();
 #pragma omp for
         for (int64_t b = 0; b < blocks; b++) {
             const stored *block = w + b * BLOCK * inputs;
-            const char *ask = (const char *)(block + BLOCK * inputs);
-            for (int64_t r = 0; r < R;) {
-                int64_t count = R - r < most ? R - r : most;
+            const char *ask = (const char *)(block + BLOCK * ahead);
+            for (int64_t r = 0; r < R; r += now.count, ask += most / each * part) {
+                now.rows = memory[now.rows == memory[0]], now.count = R - r < most ? R - r : most;
+                now.at = b * BLOCK, now.out = out + r * out_row;
                 if (tiles) {
-                    const stored *from = r < copied ? x + r * x_row : copy + (r - copied) * inputs, *second = NULL;
-                    int64_t row = r < copied ? x_row : inputs;
-                    if (r < copied && r + 16 >= copied) count = count < 16 ? count : 16;
-                    if (count > 16) second = from + 16 * row;
-                    by_tiles(from, second, row, inputs, block, ask + r / each * part, step, sums);
+                    const stored *own = working + r * inputs;
+                    by_tiles(whole(now.count, TILE) / TILE, own, inputs, block, ask, bytes, now.rows, &before);
+                    before = now;
                 } else {
-                    many(count, factors + r * factors_row, factors_row, I, block, ask + r / each * part, step, sums);
+                    many(now.count, factors + r * factors_row, factors_row, I, block, ask, bytes, now.rows);
+                    finish(&now, 0, now.count);
                 }
-                for (int64_t i = 0; i < count; i++, r++) finish(sums[i], kind, b * BLOCK, O, bias, out + r * out_row);
             }
         }
         end_tiles();
+        finish(&before, 0, before.count);
     }
-    free(copy);
-    free(floats);
-    return 0;
 }
 
 /* A layer's tensors, by their offsets in the layer's weights; -1 is none. Linear maps are packed: those of queries,
@@ -281,9 +368,16 @@ struct model {
     float eps, offset, scale;
 };
 
-/* Elements of the working memory of a pass over this many rows. */
+/* Elements of the working memory of a pass over this many rows, without that of its products. */
+static int64_t rows_size(const struct model *m, int64_t rows) {
+    int64_t each = 2 * m->D + 2 * (m->H + m->G) * m->K + m->G * m->K + m->H * m->K + m->I + 2 * ROPES * m->K;
+    return whole(rows * each, 64 / sizeof(stored));
+}
+
+/* Elements of the working memory of `decode` and `logits` for this many rows. */
 int64_t working_size(const struct model *m, int64_t rows) {
-    return rows * (2 * m->D + 2 * (m->H + m->G) * m->K + m->G * m->K + m->H * m->K + m->I + 2 * ROPES * m->K);
+    int64_t queries = m->H * m->K, most = m->D > m->I ? m->D : m->I;
+    return rows_size(m, rows) + product_size(rows, most > queries ? most : queries);
 }
 
 /* x [R, D] += the norm of a branch's output `made`, which is normed in place. */
@@ -303,6 +397,7 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
     int64_t D = m->D, H = m->H, G = m->G, K = m->K, I = m->I, queries = H * K, row = (H + 2 * G) * K;
     stored *x = working, *normed = x + R * D, *qkv = normed + R * D, *q = qkv + R * row, *k = q + R * queries;
     stored *seen = k + R * G * K, *gated = seen + R * queries, *tables = gated + R * I;
+    stored *rest = working + rows_size(m, R);
     for (int64_t r = 0; r < R; r++) {
         memcpy(x + r * D, m->words + tokens[r] * D, D * sizeof(stored));
         if (m->scale != 1)
@@ -320,7 +415,7 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
         for (int p = 0; p < PARTS; p++) of[p] = m->at[p] < 0 ? NULL : m->weights + layer * m->layer_size + m->at[p];
         const stored *cos = tables + 2 * m->ropes[layer] * R * K, *sin = cos + R * K;
         m->rms_norm(x, of[NORM], normed, R, D, D, m->eps, m->offset, threads);
-        failed |= product(normed, R, D, D, of[QKV], row, of[QKV_BIAS], PLAIN, qkv, row, threads);
+        product(normed, R, D, D, of[QKV], row, of[QKV_BIAS], PLAIN, qkv, row, rest, threads);
         const stored *own_q = qkv, *own_k = qkv + queries;
         int64_t q_row = row, k_row = row;
         if (of[Q_NORM]) {
@@ -337,18 +432,18 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
         /* The output of a branch that is normed before it is added replaces the branch's input. */
         int branch = of[O_NORM] ? PLAIN : ADDED, gate = GATED + (int)m->activation;
         stored *to = of[O_NORM] ? normed : x;
-        failed |= product(seen, R, queries, queries, of[O_PROJ], D, NULL, branch, to, D, threads);
+        product(seen, R, queries, queries, of[O_PROJ], D, NULL, branch, to, D, rest, threads);
         if (of[O_NORM]) add_normed(m, of[O_NORM], normed, x, R, threads);
         m->rms_norm(x, of[MLP_NORM], normed, R, D, D, m->eps, m->offset, threads);
-        failed |= product(normed, R, D, D, of[GATE_UP], 2 * I, NULL, gate, gated, I, threads);
-        failed |= product(gated, R, I, I, of[DOWN], D, NULL, branch, to, D, threads);
+        product(normed, R, D, D, of[GATE_UP], 2 * I, NULL, gate, gated, I, rest, threads);
+        product(gated, R, I, I, of[DOWN], D, NULL, branch, to, D, rest, threads);
         if (of[DOWN_NORM]) add_normed(m, of[DOWN_NORM], normed, x, R, threads);
     }
     m->rms_norm(x, m->norm, out, R, D, D, m->eps, m->offset, threads);
     return failed;
 }
 
-/* Logits `out` [R, V] of hidden states [R, D], whose rows are contiguous. Returns as `decode`. */
-int logits(const struct model *m, const stored *hidden, int64_t R, stored *out, int threads) {
-    return product(hidden, R, m->D, m->D, m->head, m->V, NULL, PLAIN, out, m->V, threads);
+/* Logits `out` [R, V] of hidden states [R, D], whose rows are contiguous. */
+void logits(const struct model *m, const stored *hidden, int64_t R, stored *working, stored *out, int threads) {
+    product(hidden, R, m->D, m->D, m->head, m->V, NULL, PLAIN, out, m->V, working, threads);
 }

@@ -160,14 +160,12 @@ class DecodePass:
         """Hidden states after the final norm, [R, D]. `inputs_3R` has each row's token, slot and position; earlier
         tokens of these slots are in `cache` or in this pass."""
         rows = inputs_3R.shape[1]
-        needed = self.functions.working_size(ctypes.byref(self.given), rows)
-        if len(self.working) < needed:
-            self.working = torch.empty(needed, dtype=self.working.dtype)
-        out_RD = torch.empty(rows, self.given.D, dtype=self.working.dtype)
+        working = self._working(rows)
+        out_RD = torch.empty(rows, self.given.D, dtype=working.dtype)
         tensors = *inputs_3R, cache.keys, cache.values
         assert all(each.is_contiguous() for each in tensors)
         sizes = rows, cache.keys[0].numel(), cache.keys.shape[2]
-        memory = self.working.data_ptr(), out_RD.data_ptr(), torch.get_num_threads()
+        memory = working.data_ptr(), out_RD.data_ptr(), torch.get_num_threads()
         if self.functions.decode(ctypes.byref(self.given), *(each.data_ptr() for each in tensors), *sizes, *memory):
             raise MemoryError(f"generate: no memory for a pass of {rows} rows")
         return out_RD
@@ -176,10 +174,17 @@ class DecodePass:
         """Unnormalised log-probabilities of the next token, [R, V]."""
         assert hidden_RD.is_contiguous()
         out_RV = torch.empty(len(hidden_RD), self.given.V, dtype=hidden_RD.dtype)
-        given = hidden_RD.data_ptr(), len(hidden_RD), out_RV.data_ptr(), torch.get_num_threads()
-        if self.functions.logits(ctypes.byref(self.given), *given):
-            raise MemoryError(f"generate: no memory for the logits of {len(hidden_RD)} rows")
+        rows, working = len(hidden_RD), self._working(len(hidden_RD))
+        memory = working.data_ptr(), out_RV.data_ptr(), torch.get_num_threads()
+        self.functions.logits(ctypes.byref(self.given), hidden_RD.data_ptr(), rows, *memory)
         return out_RV
+
+    def _working(self, rows: int) -> Tensor:
+        """Memory for a pass over this many rows."""
+        needed = self.functions.working_size(ctypes.byref(self.given), rows)
+        if len(self.working) < needed:
+            self.working = zeros((needed,), self.working.dtype)
+        return self.working
 
 
 @functools.cache
@@ -193,5 +198,6 @@ def _functions(dtype: torch.dtype) -> Any:
     found.pack.argtypes, found.pack.restype = [_POINTER] * 2 + [_NUMBER] * 3 + [_INT] * 2, None
     found.working_size.argtypes, found.working_size.restype = [_POINTER, _NUMBER], _NUMBER
     found.decode.argtypes = [*[_POINTER] * 6, *[_NUMBER] * 3, *[_POINTER] * 2, _INT]
-    found.logits.argtypes = [*[_POINTER] * 2, _NUMBER, _POINTER, _INT]
+    found.logits.argtypes = [*[_POINTER] * 2, _NUMBER, *[_POINTER] * 2, _INT]
+    found.logits.restype = None
     return found
