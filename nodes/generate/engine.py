@@ -200,34 +200,36 @@ class Engine(GroupStream):
         return made
 
     def _read(self, memory: DecodeMemory) -> tuple[Tensor, ...]:
-        self._hidden(memory, memory.prompt_rows)
+        self._hidden(memory, memory.prompt_rows, 0)
         return ()
 
     def _sampled(self, memory: DecodeMemory) -> tuple[Tensor, ...]:
         num_slots = self.size.slots
-        hidden_RD = self._hidden(memory, memory.rows)
         # All slots, sampling or not: a row's bits must not depend on the number of rows.
+        hidden_SD = self._hidden(memory, memory.rows, num_slots)
         uniform_S = memory.uniform_ST.gather(1, memory.inputs_4R[3, :num_slots, None])[:, 0]
-        logits_SV = (self.decode or self.model).logits(hidden_RD[:num_slots])
+        logits_SV = (self.decode or self.model).logits(hidden_SD)
         return self.sampler(logits_SV, uniform_S, self.model.invariant)
 
-    def _hidden(self, memory: DecodeMemory, rows: int) -> Tensor:
-        """Hidden states of the first `rows` rows, [R, D]."""
+    def _hidden(self, memory: DecodeMemory, rows: int, used: int) -> Tensor:
+        """Compute the first `rows` rows, and return the hidden states of the first `used` ones, [used, D]."""
         if self.decode is not None:
             # It computes only the rows that hold a token.
             inputs_3R = memory.inputs_4R[:3, :rows].numpy()
             held = np.flatnonzero(inputs_3R[2] >= 0)
             hidden_RD = self.decode.hidden(torch.from_numpy(inputs_3R.take(held, 1)), memory.cache)
-            if len(held) == rows:
-                return hidden_RD
-            return hidden_RD.new_zeros(rows, hidden_RD.shape[1]).index_copy_(0, torch.from_numpy(held), hidden_RD)
+            held = held[held < used]
+            if len(held) == used:
+                return hidden_RD[:used]
+            hidden_SD = hidden_RD.new_zeros(used, hidden_RD.shape[1])
+            return hidden_SD.index_copy_(0, torch.from_numpy(held), hidden_RD[: len(held)])
         tokens_R, slots_R, positions_R, _ = memory.inputs_4R[:, :rows]
         memory.cache.begin(slots_R, positions_R)
         recorder = RouteRecorder() if self.records else None
         hidden_R1D = self.model(tokens_R[:, None], positions_R[:, None], memory.cache.attend, recorder)
         if recorder is not None and memory.experts_SCLK is not None:
             memory.experts_SCLK[slots_R, positions_R] = recorder.experts_NLK
-        return hidden_R1D[:, 0]  # type: ignore[no-any-return]
+        return hidden_R1D[:used, 0]  # type: ignore[no-any-return]
 
     def _copy(self, memory: DecodeMemory) -> None:
         """Copy cached tokens to the slots that wait for them."""
