@@ -145,8 +145,8 @@ static inline __attribute__((always_inline)) void score(float *to, const factor 
     memcpy(to, &found, sizeof found);
 }
 
-/* Prefetch `count` positions of a head: pages are apart in memory, and processors prefetch only what is adjacent (Zen 5:
-   half the time). Into the second-level cache, since the first has no room for them. */
+/* Prefetch `count` positions of a head: pages are apart in memory, and processors prefetch only what is adjacent
+   (Zen 5: half the time). Into the second-level cache, since the first has no room for them. */
 static inline void ask_for(const stored *from, int64_t count) {
     for (int64_t i = 0; i < count * K; i += 64 / (int64_t)sizeof(stored)) __builtin_prefetch(from + i, 0, 2);
 }

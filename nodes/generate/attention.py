@@ -125,8 +125,8 @@ def _by_blocks(*given: Any) -> Tensor:
 
     def block(cached_SBGPK: Tensor, begin: int, end: int) -> Tensor:
         """Positions of each row's slot, [R, G, positions, K]."""
-        pages_RBGPK = cached_SBGPK[slots_R, begin // PAGE : end // PAGE]
-        return pages_RBGPK.transpose(1, 2).flatten(2, 3).float()
+        pages_RGBPK = cached_SBGPK.transpose(1, 2)[slots_R, :, begin // PAGE : end // PAGE]
+        return pages_RGBPK.flatten(2, 3).float()
 
     q_RGNK = q_RHK.float().reshape(rows, groups, -1, width) / math.sqrt(width)
     scores_RGNC = torch.full((*q_RGNK.shape[:3], length), -math.inf, device=q_RHK.device)

@@ -44,6 +44,9 @@ typedef stored factor;
 #define PAIR 1
 #endif
 
+/* Cache lines of a block at a step. */
+#define LINES (STEP * BLOCK * (int64_t)sizeof(stored) / 64)
+
 /* The use of a product's sums: PLAIN stores them, ADDED adds them to the present outputs, and GATED plus the number of
    an activation, for blocks of LANES gates and LANES others, stores activation(gate) * other. */
 enum { PLAIN, ADDED, GATED };
@@ -155,7 +158,7 @@ static inline __attribute__((always_inline)) void use(const struct sums *sums, i
         for (int j = 0; j < 2; j++) memcpy(&each[j], sums->rows[i] + j * LANES, sizeof each[j]);
         if (kind >= GATED) {
             vector gate = narrowed(each[0]), made = gate * sigmoid(argument(gate, kind - GATED)) * narrowed(each[1]);
-            if (left > 1) store_part(out, made, left / 2);
+            store_part(out, made, left / 2);
             continue;
         }
         for (int64_t j = 0; j < 2 && j * LANES < left; j++) {
@@ -167,6 +170,7 @@ static inline __attribute__((always_inline)) void use(const struct sums *sums, i
     }
 }
 
+/* The same, compiled for the kinds of whole blocks. */
 static __attribute__((noinline)) void finish(const struct sums *sums, int64_t begin, int64_t end) {
     int64_t left = sums->O - sums->at;
     if (left < BLOCK)
@@ -201,12 +205,14 @@ static void end_tiles(void) {
     if (tiles) _tile_release();
 }
 
-/* Steps of the inputs for which the tiles of TILED rows and of a block fit in the first-level cache. */
+/* Steps of the inputs for which the tiles of TILED rows and of a block fit in the first-level cache, and those for
+   which the tiles of a block alone do. */
 #define CHUNK 4
+#define MANY 12
 
-/* Add the products of one tile of rows, or two with `pair`, and some steps of the inputs to the sums, which `begun` says
-   are there. With each step prefetch `bytes` of the weight, and use `share` rows of the sums `before`, from `*used` on:
-   that takes time in which tiles wait for the weight. */
+/* Add the products of one tile of rows, or two with `pair`, and some steps of the inputs to the sums; without `begun`
+   these are 0. With each step prefetch `bytes` of the weight, and use `share` rows of the sums `before`, from `*used`
+   on: that takes time in which tiles wait for the weight. */
 static inline __attribute__((always_inline)) void add_tiles(int pair, int begun, int64_t steps, const stored *x,
                                                             int64_t x_step, const stored *w, const char *ask,
                                                             int64_t bytes, float to[][BLOCK],
@@ -246,15 +252,15 @@ static inline __attribute__((always_inline)) void add_tiles(int pair, int begun,
     if (pair) _tile_stored(3, to[TILE] + 16, 128);
 }
 
-/* The sums of rows in `count` tiles [inputs / STEP, count, TILE, STEP] with a block. A chunk of the weight is used for
-   all rows before the next one is read, so that it is read from beyond the first-level cache once. The sums `before`
-   are used meanwhile. */
+/* The sums of rows in `count` tiles [inputs / STEP, count, TILE, STEP] with a block. Of a block that does not fit in
+   the first-level cache, a chunk is used for all rows before the next one is read. The sums `before` are used
+   meanwhile. */
 static void by_tiles(int64_t count, const stored *x, int64_t inputs, const stored *w, const char *ask, int64_t bytes,
                      float to[][BLOCK], const struct sums *before) {
     int64_t steps = inputs / STEP, parts = steps * whole(count, 2) / 2, share = whole(before->count, parts) / parts;
-    int64_t used = 0, x_step = count * TILE * STEP;
-    for (int64_t k = 0; k < steps; k += CHUNK) {
-        int64_t some = steps - k < CHUNK ? steps - k : CHUNK;
+    int64_t used = 0, x_step = count * TILE * STEP, chunk = count > 2 && steps > MANY ? CHUNK : steps;
+    for (int64_t k = 0; k < steps; k += chunk) {
+        int64_t some = steps - k < chunk ? steps - k : chunk;
         const stored *own_w = w + k * STEP * BLOCK;
         const char *own_ask = ask + k * STEP * BLOCK * sizeof(stored);
         for (int64_t t = 0; t < count; t += 2, own_ask += bytes) {
@@ -304,17 +310,20 @@ static void tile_rows(const stored *x, int64_t R, int64_t I, int64_t x_row, stor
 /* x [R, I] times a packed weight of O outputs, into rows of `out`. */
 static void product(const stored *x, int64_t R, int64_t I, int64_t x_row, const stored *w, int64_t O,
                     const stored *bias, int kind, stored *out, int64_t out_row, stored *working, int threads) {
+    if (!R) return;
     int64_t inputs = whole(I, STEP), blocks = whole(O, BLOCK) / BLOCK, most = tiles ? TILED : TALL;
     const factor *factors = WIDENED ? (const factor *)working : (const factor *)x;
     int64_t factors_row = WIDENED ? inputs : x_row;
-    /* While it computes with a block, it prefetches a later part of the weight: in turns of a few rows, each with some
-       bytes at each step. For many rows that is the next block, which is then read for all of them. */
-    int64_t each = tiles ? 2 * TILE : ROWS, calls = tiles ? 1 : BLOCK / (2 * WIDTH), turns = whole(R, each) / each * calls;
-    int64_t bytes = tiles ? whole(32, turns) / turns * 64 : turns > 1 ? 128 / turns : 64;
+    /* While it computes with a block, it prefetches a later part of the weight, a share with each few rows: with up to
+       TILED rows in tiles what comes some steps later, else the next block. */
+    int64_t each = tiles ? 2 * TILE : ROWS, calls = tiles ? 1 : BLOCK / (2 * WIDTH);
+    int64_t turns = whole(R, each) / each * calls;
+    int64_t bytes = tiles ? whole(LINES, turns) / turns * 64 : turns > 1 ? 128 / turns : 64;
     int64_t part = tiles ? bytes : calls * bytes * inputs / PAIR, ahead = tiles && R <= TILED ? 8 * STEP : inputs;
 #pragma omp parallel num_threads(threads)
     {
         float memory[2][TILED][BLOCK] __attribute__((aligned(64)));
+        /* With tiles, the sums of a block are used while those of the next one are computed. */
         struct sums before = {.kind = kind, .bias = bias, .O = O, .out_row = out_row}, now = before;
         if (tiles) {
             tile_rows(x, R, I, x_row, working);
@@ -390,8 +399,8 @@ static void add_normed(const struct model *m, const stored *norm, stored *made, 
 }
 
 /* Hidden states `out` [R, D] after the final norm, for rows that are `tokens` at `positions` of `slots`. Their keys and
-   values are written to `keys` and `values`: `cache` elements of a layer, in slots of `pages`. Returns 1 if there is not
-   enough memory, otherwise 0. */
+   values are written to `keys` and `values`: `cache` elements of a layer, in slots of `pages`. Returns 1 if there is
+   not enough memory, otherwise 0. */
 int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, const int64_t *positions, stored *keys,
            stored *values, int64_t R, int64_t cache, int64_t pages, stored *working, stored *out, int threads) {
     int64_t D = m->D, H = m->H, G = m->G, K = m->K, I = m->I, queries = H * K, row = (H + 2 * G) * K;

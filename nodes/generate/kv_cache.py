@@ -60,8 +60,9 @@ class CacheSize:
         """Raises ValueError if the device has less memory left than the cache takes, beside weights of `coming` bytes
         that will arrive."""
         config = self.config
-        routes = config.num_hidden_layers * self.length * self.slots * config.num_experts_per_tok
-        taken = 2 * math.prod(self.shape) * self.stored.itemsize + self.routes * 2 * routes
+        positions = config.num_hidden_layers * self.length * self.slots
+        experts = positions * config.num_experts_per_tok if self.routes else 0
+        taken = 2 * math.prod(self.shape) * self.stored.itemsize + 2 * experts
         require_memory(taken, coming, self.slots, self.length, self.max_tokens, self.device)
 
 
@@ -107,7 +108,7 @@ class Cache:
 
     def copy(self, source: int, slots_M: Tensor, length: int) -> None:
         """Copy the first `length` positions of slot `source` to other slots."""
-        # Of several pages whole ones: later positions of the last one have no meaning yet.
+        # Whole pages, unless it is less than one: their positions beyond `length` have no meaning in the target.
         page = self.keys.shape[4]
         pages, within = -(-length // page), min(length, page)
         for each in (self.keys, self.values):

@@ -113,7 +113,8 @@ def _attend(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int) -> Tens
 
     batch, length, groups, width = k_BSGK.shape
     shape = cache_shape(batch, length, groups, width, k_BSGK.device)
-    keys, values = (k_BSGK.new_empty(shape) for _ in range(2))
+    # Positions beyond the last one have weight 0, which NaN times is NaN.
+    keys, values = (k_BSGK.new_zeros(shape) for _ in range(2))
     slots_R = torch.arange(batch).repeat_interleave(length)
     positions_R = torch.arange(length).repeat(batch)
     q_RHK, k_RGK, v_RGK = (x.contiguous().flatten(0, 1) for x in (q_BSHK, k_BSGK, v_BSGK))

@@ -16,10 +16,11 @@ from penstock.nodes.generate.kv_cache import Cache, CacheSize
 from penstock.nodes.model import CausalLM, Lora, ModelConfig
 from tests.nodes.family_cases import config_of
 
-# Numbers of heads, widths and words that are no multiples of a processor's vectors and tiles, and some that are.
-ODD = ModelConfig(53, 36, 42, 3, 4, 2, 6, 64, initializer_range=0.2)
-EVEN = ModelConfig(64, 64, 96, 2, 4, 4, 32, 64, initializer_range=0.2, tie_word_embeddings=True)
-SLOTS, LENGTH = 48, 24
+# Numbers of heads, widths and words that are no multiples of a processor's vectors and tiles, and some that are. Inner
+# widths are more than what is multiplied at a time, and so are the slots.
+ODD = ModelConfig(53, 36, 427, 3, 4, 2, 6, 64, initializer_range=0.2)
+EVEN = ModelConfig(64, 64, 448, 2, 4, 4, 32, 64, initializer_range=0.2, tie_word_embeddings=True)
+SLOTS, LENGTH = 144, 24
 PROCESSOR = Path("/proc/cpuinfo").read_text()
 # Compiler flags for x86 with tiles, without them, without products of bfloat16, and with AVX2 alone.
 LACKS = ["", "-mno-amx-bf16", "-mno-amx-bf16 -mno-avx512bf16", "-mno-avx512f -Wno-psabi"]
@@ -72,7 +73,7 @@ def rows(count: int) -> Tensor:
 
 
 @pytest.mark.usefixtures("processor")
-@pytest.mark.parametrize("count", [1, 7, 16, 45])
+@pytest.mark.parametrize("count", [1, 7, 16, 45, 65, 130])
 @pytest.mark.parametrize(
     "config", [ODD, EVEN, *(config_of(name, ODD) for name in ("mistral", "qwen2", "qwen3", "gemma3_text"))]
 )
@@ -100,7 +101,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(config: ModelConfig, d
     given[1, -1] = torch.arange(SLOTS).sum() - given[1, :-1].sum()  # each row has a slot of its own
     together_RD = made.hidden(given, filled(made.model))
     logits_RV = made.logits(together_RD)
-    for some in (slice(0, 1), slice(3, 20), slice(7, 39), torch.arange(SLOTS).flip(0)):
+    for some in (slice(0, 1), slice(3, 20), slice(7, 39), slice(40, 129), torch.arange(SLOTS).flip(0)):
         threads = torch.get_num_threads()
         torch.set_num_threads(3 - min(2, threads))
         found_RD = made.hidden(given[:, some].contiguous(), filled(made.model))

@@ -620,12 +620,14 @@ def test_passes_over_a_cache_are_the_whole_forward_and_a_prompt_has_the_bits_of_
             assert error_SD.mean() < (1e-5 if dtype == torch.float32 else 0.02)
         for begin in (0, 8, 16):
             step(caches[1], [3] * 8 + [7] * 8, [*range(begin, begin + 8)] * 2)
-        caches[1].copy(7, torch.tensor([1, 2]), 24)
+        for slot, length in ((1, 24), (2, 16), (4, 5)):
+            caches[1].copy(7, torch.tensor([slot]), length)
         for name in ("keys", "values"):
             # Positions in order: [layers, slots, heads, positions, width].
             whole, read = (getattr(cache, name).transpose(2, 3).flatten(3, 4)[:, :, :, :24] for cache in caches)
             assert torch.equal(whole[:, [3, 7]], read[:, [3, 7]])
-            assert torch.equal(whole[:, [7, 7]], read[:, [1, 2]])
+            for slot, length in ((1, 24), (2, 16), (4, 5)):
+                assert torch.equal(whole[:, 7, :, :length], read[:, slot, :, :length])
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
