@@ -122,6 +122,11 @@ class Program(Generic[P, T]):
             if parameter.kind is not parameter.KEYWORD_ONLY:
                 continue
             annotation, default = parameter.annotation, parameter.default
+            if default is not REQUIRED:
+                try:
+                    encode(default, f"{self.name}: option {parameter.name!r}")
+                except GraphError as error:
+                    raise GraphError(*(dataclasses.replace(each, where=self.where) for each in error.faults)) from None
             if annotation is parameter.empty:
                 annotation = Path if isinstance(default, Path) else type(default)
                 # None and a missing default do not tell the type.

@@ -80,6 +80,7 @@ void pack(const stored *w, stored *to, int64_t O, int64_t I, int64_t at, int gat
 static inline __attribute__((always_inline)) void few(int m, const factor *x, int64_t x_row, int64_t I, const stored *w,
                                                       const char *ask, int64_t step, float *to) {
     register_vector sums[ROWS][2] = {0};
+#pragma GCC unroll 4
     for (int64_t k = 0; k < I; k += PAIR, w += PAIR * BLOCK, ask += step) {
         __builtin_prefetch(ask, 0, 2);
 #ifdef BF16

@@ -86,7 +86,7 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
         raise CommandError(f"{said}{behind}")
     hints = {name: kind for name, kind, _ in (option.field for option in own)} | annotations(type(defaults))
     config = _config_argv(argv, known, hints, of_nodes)
-    argv = _spread(argv) if "first_generators" in known else argv
+    argv = _spread(argv, known)
     if said := wrong_values(argv, hints):
         raise CommandError(said)
     typed = _typed([*config, *argv], known)
@@ -134,8 +134,11 @@ def _tell_other_lengths(program: Program[..., Any], name: str, flags: Planning, 
         print(visible(f"note: planned for {here}; runs of {name} have {there} by default"), file=sys.stderr)
 
 
-def _spread(argv: Sequence[str]) -> list[str]:
-    """The words, where a range of generators (2..8) becomes two flags. Raises CommandError for a range that is none."""
+def _spread(argv: Sequence[str], known: Mapping[str, Any], place: str = "") -> list[str]:
+    """The words, where a range of generators (2..8) becomes two flags if both are known. Raises CommandError, whose
+    message begins with `place`, for a range that is none."""
+    if "first_generators" not in known:
+        return list(argv)
     found: list[str] = []
     for before, word in pairwise(["", *argv]):
         spread = re.fullmatch(r"(--generators=)?(.*)\.\.(.*)", word)
@@ -143,7 +146,7 @@ def _spread(argv: Sequence[str]) -> list[str]:
             prefix, first, most = spread.groups(default="")
             if not (first.isdecimal() and most.isdecimal() and 1 <= int(first) <= int(most)):
                 needed = "a range from at least 1 to as many or more, such as 2..8"
-                raise CommandError(f"--generators: given {first + '..' + most!r}, needed {needed}")
+                raise CommandError(f"{place}--generators: given {first + '..' + most!r}, needed {needed}")
             found += [f"{prefix}{most}", f"--first-generators={first}"]
         else:
             found.append(word)
@@ -325,7 +328,9 @@ def _config_argv(
         if name not in known or name == "config":
             raise CommandError(f"--config {file}: unknown key {key!r}{nearest_flag(key, known, of_nodes, '')}")
         words += _words(name.replace("_", "-"), value, known[name])
-    if said := wrong_values(words, hints, f"--config {file}: "):
+    place = f"--config {file}: "
+    words = _spread(words, known, place)
+    if said := wrong_values(words, hints, place):
         raise CommandError(said)
     return words
 

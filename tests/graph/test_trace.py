@@ -500,6 +500,11 @@ def test_a_programs_signature_is_checked() -> None:
     def texted(model: "Model | int", answers: Answers) -> Any:
         return learn(model, judge(answers))  # type: ignore[arg-type]
 
+    @program
+    def unordered(model: Model, answers: Answers, *, kinds: Any = frozenset({"sum"})) -> Model:
+        return learn(model, judge(answers))
+
+    fails(lambda: unordered.flags, "not-constant", "unordered: option 'kinds'", "(frozenset)", Path(__file__).name)
     fails(lambda: trace(defaulted), "input-with-default", "argument 'samples'", "the default 8")
     fails(lambda: trace(starred), "bad-parameter", "argument 'answers'", "variadic positional")
     fails(lambda: trace(texted), "bad-annotation", "argument 'model'")

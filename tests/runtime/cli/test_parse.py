@@ -332,7 +332,7 @@ def test_the_model_and_lengths_of_a_program_are_not_planned_for_and_that_is_told
     assert capsys.readouterr().err == ""
 
 
-def test_a_range_of_generators_is_two_flags() -> None:
-    for words in (["--generators", "2..8"], ["--generators=2..8"]):
+def test_a_range_of_generators_is_two_flags(config: Callable[[str], str]) -> None:
+    for words in (["--generators", "2..8"], ["--generators=2..8"], ["--config", config('generators = "2..8"')]):
         flags = parse(sample, "run", "sample", [*words, "--lost-replica", "replace"]).flags
         assert (flags.first_generators, flags.generators) == (2, 8)
