@@ -123,10 +123,7 @@ class Program(Generic[P, T]):
                 continue
             annotation, default = parameter.annotation, parameter.default
             if default is not REQUIRED:
-                try:
-                    encode(default, f"{self.name}: option {parameter.name!r}")
-                except GraphError as error:
-                    raise GraphError(*(dataclasses.replace(each, where=self.where) for each in error.faults)) from None
+                _encoded(self, parameter.name, default)
             if annotation is parameter.empty:
                 annotation = Path if isinstance(default, Path) else type(default)
                 # None and a missing default do not tell the type.
@@ -209,9 +206,9 @@ def trace(
     faults: list[Fault] = []
     for name, value in sorted(values.items()):
         try:
-            encoded[name] = encode(value, f"{program.name}: option {name!r}")
+            encoded[name] = _encoded(program, name, value)
         except GraphError as error:
-            faults += (dataclasses.replace(found, where=program.where) for found in error.faults)
+            faults += error.faults
     if faults:
         raise GraphError(*faults)
     # Faults of the program's options were raised above: without their values the program cannot be called.
@@ -274,6 +271,14 @@ def trace_evaluation(program: Program[..., Any], graph: Graph, prefix: str, *, b
         arguments=tuple(held.get(argument.name, argument) for argument in traced.arguments),
         types=tuple(sorted({**dict(graph.types), **dict(traced.types)}.items())),
     )
+
+
+def _encoded(program: Program[..., Any], name: str, value: Any) -> Json:
+    """An option of a program as JSON. Raises GraphError, at the program, for what JSON cannot hold."""
+    try:
+        return encode(value, f"{program.name}: option {name!r}")
+    except GraphError as error:
+        raise GraphError(*(dataclasses.replace(found, where=program.where) for found in error.faults)) from None
 
 
 def _results(program: Program[..., Any], recorder: TraceRecorder, returned: Any) -> dict[str, Ref]:
