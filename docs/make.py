@@ -14,7 +14,7 @@ FILE.py:FUNCTION in docs/examples. WHAT is one of
     schedule PROGRAM FLAG …   the period and the drawing that `penstock simulate PROGRAM` prints
     fields CLASS              a table of a file of JSON: the fields of a class of runtime/record/typed_json.py
     help [VERB]               what `penstock VERB --help` prints
-    algorithms                the table of the algorithms (see algorithms.py)
+    algorithms                the table of the algorithms (see library.py)
     graphs                    a section for each of them: its picture, its source, what `penstock show` prints
     names FOLDER              links to the algorithms, FOLDER/NAME.py, and to the other programs
     figures NAME [TABLE …]    benchmarks/results/NAME.json as tables, with date, commit and machine
@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from algorithms import Entry, algorithms, loss, others
+from library import Entry, algorithms, loss, others
 
 from penstock.graph import Graph, GraphError, Program, check, load, trace
 from penstock.graph.show import text

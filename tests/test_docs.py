@@ -78,6 +78,12 @@ def test_a_path_of_which_nothing_is_generated_is_refused() -> None:
     assert "given docs/tyop.md, needed " in found.stderr
 
 
+def test_scripts_that_tests_import_have_different_names() -> None:
+    """Tests of one process import the scripts of both folders as modules without a package."""
+    scripts = [path.name for folder in ("docs", "benchmarks", "scripts") for path in (ROOT / folder).glob("*.py")]
+    assert sorted(set(scripts)) == sorted(scripts)
+
+
 def test_a_marker_that_is_no_part_of_a_region_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "docs")
     make = import_module("make")
