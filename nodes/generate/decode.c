@@ -1,4 +1,5 @@
-/* A pass of a decoder's layers over rows that are each one token of some slot: `decode.py`, for a CPU.
+/* A pass of a decoder's layers over rows that are each one token of some slot, and a draw of the next tokens:
+   `decode.py`, for a CPU.
 
    Compiled at run time; with BF16 the tensors are bfloat16, products are summed in float32, and results are rounded
    where the model's own operations round. An output of a product is summed in the order of the inputs, by one lane of a
@@ -365,12 +366,13 @@ enum { NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, O_PROJ, O_NORM, MLP_NORM, GATE_UP, D
 #define ROPES 2
 
 struct model {
-    /* Functions of elementwise.c and attention.c. */
+    /* Functions of elementwise.c, attention.c and sampling.c. */
     void (*rms_norm)(const stored *, const stored *, stored *, int64_t, int64_t, int64_t, float, float, int);
     void (*rotate)(const stored *, const stored *, const stored *, stored *, int64_t, int64_t, int64_t, int64_t, int64_t,
                    int64_t, int);
     int (*attend)(const stored *, const stored *, const stored *, stored *, stored *, const int64_t *, const int64_t *,
                   stored *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int);
+    int (*draw)(const stored *, const double *, int64_t, int64_t, float, int64_t *, float *, int);
     const stored *weights, *words, *norm, *head, *cos[ROPES], *sin[ROPES];
     const int64_t *windows, *ropes; /* of each layer: its window, and the index of its rotary tables */
     int64_t at[PARTS], layer_size, layers, V, D, H, G, K, I, activation;
@@ -384,10 +386,16 @@ static int64_t rows_size(const struct model *m, int64_t rows) {
     return whole(rows * each, 64 / sizeof(stored));
 }
 
-/* Elements of the working memory of `decode` and `logits` for this many rows. */
-int64_t working_size(const struct model *m, int64_t rows) {
+/* The same with that of its products. */
+static int64_t pass_size(const struct model *m, int64_t rows) {
     int64_t queries = m->H * m->K, most = m->D > m->I ? m->D : m->I;
-    return rows_size(m, rows) + product_size(rows, most > queries ? most : queries);
+    return rows_size(m, rows) + whole(product_size(rows, most > queries ? most : queries), 64 / sizeof(stored));
+}
+
+/* Elements of the working memory of `decode` and `logits` for this many rows, and of `sample` for `drawn` of them. */
+int64_t working_size(const struct model *m, int64_t rows, int64_t drawn) {
+    return pass_size(m, rows) + whole(rows * m->D, 64 / sizeof(stored)) + whole(drawn * m->V, 64 / sizeof(stored)) +
+           drawn * (int64_t)(sizeof(double) / sizeof(stored));
 }
 
 /* x [R, D] += the norm of a branch's output `made`, which is normed in place. */
@@ -402,8 +410,8 @@ static void add_normed(const struct model *m, const stored *norm, stored *made, 
 /* Hidden states `out` [R, D] after the final norm, for rows that are `tokens` at `positions` of `slots`. Their keys and
    values are written to `keys` and `values`: `cache` elements of a layer, in slots of `pages`. Returns 1 if there is
    not enough memory, otherwise 0. */
-int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, const int64_t *positions, stored *keys,
-           stored *values, int64_t R, int64_t cache, int64_t pages, stored *working, stored *out, int threads) {
+int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, const int64_t *positions, int64_t R,
+           stored *keys, stored *values, int64_t cache, int64_t pages, stored *working, stored *out, int threads) {
     int64_t D = m->D, H = m->H, G = m->G, K = m->K, I = m->I, queries = H * K, row = (H + 2 * G) * K;
     stored *x = working, *normed = x + R * D, *qkv = normed + R * D, *q = qkv + R * row, *k = q + R * queries;
     stored *seen = k + R * G * K, *gated = seen + R * queries, *tables = gated + R * I;
@@ -456,4 +464,20 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
 /* Logits `out` [R, V] of hidden states [R, D], whose rows are contiguous. */
 void logits(const struct model *m, const stored *hidden, int64_t R, stored *working, stored *out, int threads) {
     product(hidden, R, m->D, m->D, m->head, m->V, NULL, PLAIN, out, m->V, working, threads);
+}
+
+/* A pass over R rows, whose `inputs` [4, R] are tokens, slots, positions and the number of the next token in its
+   response; and for the first `drawn` of them this next token and its log-probability, by the entry of `uniform`
+   [slots, T] for it. Returns as `decode` does. */
+int sample(const struct model *m, const int64_t *inputs, int64_t R, int64_t drawn, stored *keys, stored *values,
+           int64_t cache, int64_t pages, const double *uniform, int64_t T, float temperature, stored *working,
+           int64_t *tokens, float *logprobs, int threads) {
+    const int64_t *slots = inputs + R, *positions = slots + R, *steps = positions + R;
+    stored *hidden = working + pass_size(m, R), *made = hidden + whole(R * m->D, 64 / sizeof(stored));
+    double *own = (double *)(made + whole(drawn * m->V, 64 / sizeof(stored)));
+    if (decode(m, inputs, slots, positions, R, keys, values, cache, pages, working, hidden, threads)) return 1;
+    if (!drawn) return 0;
+    logits(m, hidden, drawn, working, made, threads);
+    for (int64_t r = 0; r < drawn; r++) own[r] = uniform[slots[r] * T + steps[r]];
+    return m->draw(made, own, drawn, m->V, temperature, tokens, logprobs, threads);
 }

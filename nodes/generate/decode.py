@@ -1,5 +1,6 @@
-"""A pass of a model's layers over rows that are each one token of some slot, as one call of C (`decode.c`): on a CPU,
-calling the operations of a step one by one takes as long as a small model's computation.
+"""A pass of a model's layers over rows that are each one token of some slot, and the draw of the next tokens, as one
+call of C (`decode.c`): on a CPU, calling the operations of a step one by one takes as long as a small model's
+computation, and longer if a large one's weights have displaced their code from the processor's caches.
 
 Its products use weights in a layout of their own, which are copied for each version; norms, rotary positions and
 attention are those of the other files. It rounds where the model's operations round, so that log-probabilities differ
@@ -10,14 +11,17 @@ Shapes: R rows, D hidden width, V vocabulary.
 
 import ctypes
 import functools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.nodes.generate import attention
+from penstock.nodes.generate import attention, sampling
 from penstock.nodes.generate.kv_cache import Cache, zeros
 from penstock.nodes.model import CausalLM, elementwise
 from penstock.nodes.model.compiled import compiled_or_warned
@@ -35,7 +39,7 @@ class _Model(ctypes.Structure):
     """`struct model` of decode.c."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("rms_norm", "rotate", "attend")),
+        *((name, _POINTER) for name in ("rms_norm", "rotate", "attend", "draw")),
         *((name, _POINTER) for name in ("weights", "words", "norm", "head")),
         *((name, _POINTER * _ROPES) for name in ("cos", "sin")),
         *((name, _POINTER) for name in ("windows", "ropes")),
@@ -59,7 +63,8 @@ class DecodePass:
         if not plain or narrow or model.device.type != "cpu":
             return None
         attend = attention.compiled(config.num_attention_heads // config.num_key_value_heads, config.head_dim, dtype)
-        if attend is None or elementwise.functions(dtype) is None or _functions(dtype) is None:
+        others = elementwise.functions(dtype), sampling.compiled(dtype), _functions(dtype)
+        if attend is None or None in others:
             return None
         return DecodePass(model)
 
@@ -89,7 +94,8 @@ class DecodePass:
         self.weights: Tensor | None = None
         self.working = torch.empty(0, dtype=dtype)
         others: Any = elementwise.functions(dtype)
-        called: list[Any] = [others.rms_norm, others.rotate, attention.compiled(heads // groups, width, dtype)]
+        attend: Any = attention.compiled(heads // groups, width, dtype)
+        called: list[Any] = [others.rms_norm, others.rotate, attend, sampling.compiled(dtype)]
         self.given = _Model(
             *(ctypes.cast(each, _POINTER).value for each in called),
             windows=self.windows.data_ptr(),
@@ -156,35 +162,56 @@ class DecodePass:
         outputs, inputs = weight.shape
         self.functions.pack(weight.data_ptr(), to.data_ptr(), outputs, inputs, at, gated, torch.get_num_threads())
 
-    def hidden(self, inputs_3R: Tensor, cache: Cache) -> Tensor:
+    def hidden(self, inputs_3R: NDArray[np.int64], cache: Cache) -> Tensor:
         """Hidden states after the final norm, [R, D]. `inputs_3R` has each row's token, slot and position; earlier
         tokens of these slots are in `cache` or in this pass."""
         rows = inputs_3R.shape[1]
-        working = self._working(rows)
-        out_RD = torch.empty(rows, self.given.D, dtype=working.dtype)
-        tensors = *inputs_3R, cache.keys, cache.values
-        assert all(each.is_contiguous() for each in tensors)
-        sizes = rows, cache.keys[0].numel(), cache.keys.shape[2]
-        memory = working.data_ptr(), out_RD.data_ptr(), torch.get_num_threads()
-        if self.functions.decode(ctypes.byref(self.given), *(each.data_ptr() for each in tensors), *sizes, *memory):
+        out_RD = torch.empty(rows, self.given.D, dtype=self.model.dtype)
+        assert inputs_3R.flags.c_contiguous
+        rows_at = tuple(each.ctypes.data for each in inputs_3R)
+        memory = self._working(rows), out_RD.data_ptr(), torch.get_num_threads()
+        if self.functions.decode(ctypes.byref(self.given), *rows_at, rows, *self._cached(cache), *memory):
             raise MemoryError(f"generate: no memory for a pass of {rows} rows")
         return out_RD
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Unnormalised log-probabilities of the next token, [R, V]."""
         assert hidden_RD.is_contiguous()
-        out_RV = torch.empty(len(hidden_RD), self.given.V, dtype=hidden_RD.dtype)
-        rows, working = len(hidden_RD), self._working(len(hidden_RD))
-        memory = working.data_ptr(), out_RV.data_ptr(), torch.get_num_threads()
+        rows = len(hidden_RD)
+        out_RV = torch.empty(rows, self.given.V, dtype=hidden_RD.dtype)
+        memory = self._working(rows), out_RV.data_ptr(), torch.get_num_threads()
         self.functions.logits(ctypes.byref(self.given), hidden_RD.data_ptr(), rows, *memory)
         return out_RV
 
-    def _working(self, rows: int) -> Tensor:
-        """Memory for a pass over this many rows."""
-        needed = self.functions.working_size(ctypes.byref(self.given), rows)
+    def sample(
+        self, inputs_4R: NDArray[np.int64], count: int, cache: Cache, uniform_ST: Tensor, temperature: float
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The next tokens of the first `count` rows and their log-probabilities, as a `Sampler` that `draws` makes them
+        of `logits`. `inputs_4R` has each row's token, slot, position and the number of the next token in its response,
+        whose draw is in `uniform_ST`."""
+        rows, steps = inputs_4R.shape[1], uniform_ST.shape[1]
+        assert inputs_4R.flags.c_contiguous
+        assert uniform_ST.is_contiguous()
+        tokens_N, logprobs_N = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.float32)
+        given = inputs_4R.ctypes.data, rows, count, *self._cached(cache), uniform_ST.data_ptr(), steps, temperature
+        made = self._working(rows, count), tokens_N.ctypes.data, logprobs_N.ctypes.data, torch.get_num_threads()
+        if self.functions.sample(ctypes.byref(self.given), *given, *made):
+            raise MemoryError(f"generate: no memory for a pass of {rows} rows")
+        return tokens_N, logprobs_N
+
+    def _cached(self, cache: Cache) -> tuple[int, ...]:
+        """The addresses of the cache, the elements of a layer, and the pages of a slot."""
+        keys, values = cache.keys, cache.values
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
+        return keys.data_ptr(), values.data_ptr(), math.prod(keys.shape[1:]), keys.shape[2]
+
+    def _working(self, rows: int, drawn: int = 0) -> int:
+        """The address of memory for a pass over this many rows, of which so many are drawn for."""
+        needed = self.functions.working_size(ctypes.byref(self.given), rows, drawn)
         if len(self.working) < needed:
             self.working = zeros((needed,), self.working.dtype)
-        return self.working
+        return self.working.data_ptr()
 
 
 @functools.cache
@@ -196,8 +223,11 @@ def _functions(dtype: torch.dtype) -> Any:
         return None
     found.packed_size.argtypes, found.packed_size.restype = [_NUMBER] * 2, _NUMBER
     found.pack.argtypes, found.pack.restype = [_POINTER] * 2 + [_NUMBER] * 3 + [_INT] * 2, None
-    found.working_size.argtypes, found.working_size.restype = [_POINTER, _NUMBER], _NUMBER
-    found.decode.argtypes = [*[_POINTER] * 6, *[_NUMBER] * 3, *[_POINTER] * 2, _INT]
+    found.working_size.argtypes, found.working_size.restype = [_POINTER, _NUMBER, _NUMBER], _NUMBER
+    cached = _POINTER, _POINTER, _NUMBER, _NUMBER
+    found.decode.argtypes = [*[_POINTER] * 4, _NUMBER, *cached, *[_POINTER] * 2, _INT]
     found.logits.argtypes = [*[_POINTER] * 2, _NUMBER, *[_POINTER] * 2, _INT]
     found.logits.restype = None
+    draws = _POINTER, _NUMBER, ctypes.c_float
+    found.sample.argtypes = [*[_POINTER] * 2, _NUMBER, _NUMBER, *cached, *draws, *[_POINTER] * 3, _INT]
     return found

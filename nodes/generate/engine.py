@@ -143,9 +143,8 @@ class Engine(GroupStream):
             sampling = slots.sampling
             if not sampling.any() or (many and 2 * sampling.sum() < num_slots):
                 return finished
-            tokens_S, logprobs_S = self._pass(memory, sampling)
-            # The only synchronisation with the device in a step.
-            slots.record(sampling, tokens_S.numpy(force=True), logprobs_S.numpy(force=True), self.version)
+            tokens, logprobs = self._pass(memory, sampling)
+            slots.record(sampling, tokens, logprobs, self.version)
         for holder, response, slot in slots.release():
             kept = None
             if memory.experts_SCLK is not None:
@@ -185,11 +184,18 @@ class Engine(GroupStream):
         steps_T = torch.arange(self.context.max_tokens, device=begins_M.device)
         memory.uniform_ST.index_copy_(0, slots_M, keyed_uniform(keys_M[:, None], begins_M[:, None] + steps_T))
 
-    def _pass(self, memory: DecodeMemory, sampling: NDArray[np.bool_]) -> tuple[Tensor, ...]:
-        """Make a pass: slot s of `sampling` has row s, and tokens of prompts have the other rows. If any slot samples,
-        return the next token of every slot and its log-probability, both [S]."""
-        compute, rows = (self._sampled, memory.rows) if sampling.any() else (self._read, memory.prompt_rows)
-        memory.inputs_4R[:, :rows].copy_(torch.from_numpy(self.slots.rows(rows, sampling)))
+    def _pass(self, memory: DecodeMemory, sampling: NDArray[np.bool_]) -> tuple[NDArray[Any], ...]:
+        """Make a pass over the last tokens of the slots of `sampling` and over tokens of prompts. If any slot samples,
+        return the next tokens of these slots and their log-probabilities."""
+        count = int(sampling.sum())
+        rows = memory.rows if count else memory.prompt_rows
+        inputs_4R = self.slots.rows(rows, sampling)
+        if self.decode is not None:
+            found = self._decoded(self.decode, memory, inputs_4R, count)
+            self._copy(memory)
+            return found
+        memory.inputs_4R[:, :rows].copy_(torch.from_numpy(self.slots.spread(inputs_4R, rows, sampling)))
+        compute = self._sampled if count else self._read
         if self.replays:
             # If weights move between two versions, the first one moves, too.
             key = compute.__name__, self.addresses, self.weights[0].data_ptr()
@@ -197,39 +203,42 @@ class Engine(GroupStream):
         else:
             made = compute(memory)
         self._copy(memory)
-        return made
+        # The only synchronisation with the device in a step.
+        return tuple(each.numpy(force=True)[sampling] for each in made)
+
+    def _decoded(
+        self, decode: DecodePass, memory: DecodeMemory, inputs_4R: NDArray[np.int64], count: int
+    ) -> tuple[NDArray[Any], ...]:
+        """Make a pass in C, and sample after its first `count` rows."""
+        if self.sampler.draws:
+            return decode.sample(inputs_4R, count, memory.cache, memory.uniform_ST, self.sampler.temperature)
+        hidden_RD = decode.hidden(inputs_4R[:3], memory.cache)
+        if not count:
+            return ()
+        _, slots_N, _, steps_N = inputs_4R[:, :count]
+        drawn = self.sampler(decode.logits(hidden_RD[:count]), memory.uniform_ST[slots_N, steps_N])
+        return tuple(each.numpy() for each in drawn)
 
     def _read(self, memory: DecodeMemory) -> tuple[Tensor, ...]:
-        self._hidden(memory, memory.prompt_rows, 0)
+        self._hidden(memory, memory.prompt_rows)
         return ()
 
     def _sampled(self, memory: DecodeMemory) -> tuple[Tensor, ...]:
         num_slots = self.size.slots
         # All slots, sampling or not: a row's bits must not depend on the number of rows.
-        hidden_SD = self._hidden(memory, memory.rows, num_slots)
+        hidden_SD = self._hidden(memory, memory.rows)[:num_slots]
         uniform_S = memory.uniform_ST.gather(1, memory.inputs_4R[3, :num_slots, None])[:, 0]
-        logits_SV = (self.decode or self.model).logits(hidden_SD)
-        return self.sampler(logits_SV, uniform_S, self.model.invariant)
+        return self.sampler(self.model.logits(hidden_SD), uniform_S, self.model.invariant)
 
-    def _hidden(self, memory: DecodeMemory, rows: int, used: int) -> Tensor:
-        """Compute the first `rows` rows, and return the hidden states of the first `used` ones, [used, D]."""
-        if self.decode is not None:
-            # It computes only the rows that hold a token.
-            inputs_3R = memory.inputs_4R[:3, :rows].numpy()
-            held = np.flatnonzero(inputs_3R[2] >= 0)
-            hidden_RD = self.decode.hidden(torch.from_numpy(inputs_3R.take(held, 1)), memory.cache)
-            held = held[held < used]
-            if len(held) == used:
-                return hidden_RD[:used]
-            hidden_SD = hidden_RD.new_zeros(used, hidden_RD.shape[1])
-            return hidden_SD.index_copy_(0, torch.from_numpy(held), hidden_RD[: len(held)])
+    def _hidden(self, memory: DecodeMemory, rows: int) -> Tensor:
+        """Compute the first `rows` rows, by the model's own operations, and return their hidden states, [R, D]."""
         tokens_R, slots_R, positions_R, _ = memory.inputs_4R[:, :rows]
         memory.cache.begin(slots_R, positions_R)
         recorder = RouteRecorder() if self.records else None
         hidden_R1D = self.model(tokens_R[:, None], positions_R[:, None], memory.cache.attend, recorder)
         if recorder is not None and memory.experts_SCLK is not None:
             memory.experts_SCLK[slots_R, positions_R] = recorder.experts_NLK
-        return hidden_R1D[:used, 0]  # type: ignore[no-any-return]
+        return hidden_R1D[:, 0]  # type: ignore[no-any-return]
 
     def _copy(self, memory: DecodeMemory) -> None:
         """Copy cached tokens to the slots that wait for them."""
@@ -350,40 +359,47 @@ class EngineSlots:
         return found
 
     def rows(self, num_rows: int, sampling: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """The rows of a pass: token, slot, position (-1 if empty), and the number of the next token in its response,
-        each [R]. They count as computed then. Slot s of `sampling` has row s; prompts have the others, in order."""
-        inputs = np.zeros((4, num_rows), dtype=np.int64)
-        inputs[1], inputs[2] = np.arange(num_rows) % len(self.live), -1
+        """The rows of a pass, at most `num_rows`: token, slot, position, and the number of the next token in its
+        response, each [R]. They count as computed then. The slots of `sampling` come first, then tokens of prompts."""
         slots = np.flatnonzero(sampling)
         at = self.computed[slots]
-        inputs[0, slots], inputs[2, slots], inputs[3, slots] = self.tokens[slots, at], at, at + 1 - self.begins[slots]
+        parts = [np.array([self.tokens[slots, at], slots, at, at + 1 - self.begins[slots]])]
         self.computed[slots] += 1
-        taken = np.zeros(num_rows, dtype=bool)
-        taken[slots] = True
-        unused = np.flatnonzero(~taken)
+        left = num_rows - len(slots)
         for slot in self._holders if self.unread else ():
-            if not len(unused):
+            if not left:
                 break
             if slot in self.sources or sampling[slot]:
                 continue
             begin = int(self.computed[slot])
-            rows, unused = np.split(unused, [min(len(unused), int(self.lengths[slot]) - 1 - begin)])
-            at = np.arange(begin, begin + len(rows))
-            inputs[0, rows], inputs[1, rows], inputs[2, rows] = self.tokens[slot, at], slot, at
-            self.computed[slot] += len(rows)
+            end = min(begin + left, int(self.lengths[slot]) - 1)
+            at = np.arange(begin, end)
+            parts.append(np.array([self.tokens[slot, begin:end], np.full_like(at, slot), at, np.zeros_like(at)]))
+            self.computed[slot], left = end, left - len(at)
+        return np.concatenate(parts, 1)
+
+    def spread(self, rows_4R: NDArray[np.int64], num_rows: int, sampling: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """The rows of a pass whose shape is fixed, [4, num_rows]: that of slot s of `sampling` is row s, and those of
+        prompts are in the other rows, in order. Empty rows are at position -1."""
+        inputs = np.zeros((4, num_rows), dtype=np.int64)
+        inputs[1], inputs[2] = np.arange(num_rows) % len(self.live), -1
+        taken = np.zeros(num_rows, dtype=bool)
+        taken[: len(sampling)] = sampling
+        places = np.concatenate([np.flatnonzero(taken), np.flatnonzero(~taken)])
+        inputs[:, places[: rows_4R.shape[1]]] = rows_4R
         return inputs
 
     def record(
         self, sampling: NDArray[np.bool_], tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
     ) -> None:
-        """Record what was sampled in each slot of `sampling` with weights of `version`; other entries are ignored."""
+        """Record what was sampled in each slot of `sampling` with weights of `version`."""
         slots = self._sampled = np.flatnonzero(sampling)
-        if not np.isfinite(logprobs[slots]).all():
+        if not np.isfinite(logprobs).all():
             raise FloatingPointError(f"weights of version {version} give probabilities that are not numbers")
         at = self.lengths[slots]
-        self.tokens[slots, at] = tokens[slots]
+        self.tokens[slots, at] = tokens
         steps = at - self.begins[slots]
-        self._logprobs[slots, steps], self._versions[slots, steps] = logprobs[slots], version
+        self._logprobs[slots, steps], self._versions[slots, steps] = logprobs, version
         self.lengths[slots] += 1
 
     def release(self) -> list[tuple[Holder, Response, int]]:

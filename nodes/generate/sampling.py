@@ -68,13 +68,18 @@ class Sampler:
     def cuts(self) -> bool:
         return self.top_k > 0 or self.top_p < 1
 
+    @property
+    def draws(self) -> bool:
+        """True if `sampling.c` can make its draws."""
+        return self.temperature > 0 and not self.cuts
+
     def __call__(self, logits_SV: Tensor, uniform_S: Tensor, by_rows: bool = False) -> tuple[Tensor, Tensor]:
         """Tokens (int64 [S]) and their log-probabilities (float32 [S], nats) in the distribution sampled from; with
         `by_rows` computed as a trainer does with `--invariant`."""
         if self.temperature == 0:
             tokens_S = logits_SV.argmax(-1)
             return tokens_S, torch.zeros_like(tokens_S, dtype=torch.float32)
-        draw = None if self.cuts or by_rows or logits_SV.device.type != "cpu" else compiled(logits_SV.dtype)
+        draw = compiled(logits_SV.dtype) if self.draws and not by_rows and logits_SV.device.type == "cpu" else None
         if draw is not None:
             logits_SV, uniform_S = logits_SV.contiguous(), uniform_S.contiguous()
             rows, words = logits_SV.shape

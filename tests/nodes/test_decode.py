@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.nodes.generate import decode
 from penstock.nodes.generate.decode import DecodePass
 from penstock.nodes.generate.kv_cache import Cache, CacheSize
+from penstock.nodes.generate.sampling import Sampler
 from penstock.nodes.model import CausalLM, Lora, ModelConfig
 from tests.nodes.family_cases import config_of
 
@@ -85,7 +86,7 @@ def test_a_pass_is_the_models_own(config: ModelConfig, dtype: torch.dtype, count
     caches[0].begin(slots_R, positions_R)
     expected_RD = model(tokens_R[:, None], positions_R[:, None], caches[0].attend)[:, 0]
     made = packed(model)
-    found_RD = made.hidden(given, caches[1])
+    found_RD = made.hidden(given.numpy(), caches[1])
     pairs = [(expected_RD, found_RD), (model.logits(expected_RD), made.logits(found_RD))]
     pairs += [(caches[0].keys, caches[1].keys), (caches[0].values, caches[1].values)]
     for expected, found in pairs:
@@ -99,16 +100,33 @@ def test_a_pass_is_the_models_own(config: ModelConfig, dtype: torch.dtype, count
 def test_a_row_has_the_same_bits_among_any_number_of_rows(config: ModelConfig, dtype: torch.dtype) -> None:
     made, given = packed(random(config, dtype)), rows(SLOTS)
     given[1, -1] = torch.arange(SLOTS).sum() - given[1, :-1].sum()  # each row has a slot of its own
-    together_RD = made.hidden(given, filled(made.model))
+    together_RD = made.hidden(given.numpy(), filled(made.model))
     logits_RV = made.logits(together_RD)
     for some in (slice(0, 1), slice(3, 20), slice(7, 39), slice(40, 129), torch.arange(SLOTS).flip(0)):
         threads = torch.get_num_threads()
         torch.set_num_threads(3 - min(2, threads))
-        found_RD = made.hidden(given[:, some].contiguous(), filled(made.model))
+        found_RD = made.hidden(given[:, some].contiguous().numpy(), filled(made.model))
         found_RV = made.logits(found_RD)
         torch.set_num_threads(threads)
         assert torch.equal(found_RD, together_RD[some])
         assert torch.equal(found_RV, logits_RV[some])
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("count", [0, 1, 17, 130])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_of_a_pass_are_drawn_as_from_its_logits(dtype: torch.dtype, count: int) -> None:
+    made, given, steps = packed(random(EVEN, dtype)), rows(130), 5
+    uniform_ST = torch.rand(SLOTS, steps, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    numbers_R = torch.arange(130) % steps
+    inputs_4R, cache = torch.cat([given, numbers_R[None]]).numpy(), filled(made.model)
+    tokens_N, logprobs_N = made.sample(inputs_4R, count, cache, uniform_ST, 0.7)
+    expected = filled(made.model)
+    logits_NV = made.logits(made.hidden(given.numpy(), expected)[:count])
+    drawn_N, their_logprobs_N = Sampler(0.7)(logits_NV, uniform_ST[given[1], numbers_R][:count])
+    assert (tokens_N.tolist(), logprobs_N.tolist()) == (drawn_N.tolist(), their_logprobs_N.tolist())
+    assert torch.equal(cache.keys, expected.keys)
+    assert torch.equal(cache.values, expected.values)
 
 
 def test_weights_are_those_of_the_last_packing() -> None:
@@ -118,8 +136,8 @@ def test_weights_are_those_of_the_last_packing() -> None:
         own.data = other.data
     made.pack()
     expected = packed(models[1])
-    found_RD = made.hidden(given, filled(models[0]))
-    assert torch.equal(found_RD, expected.hidden(given, filled(models[0])))
+    found_RD = made.hidden(given.numpy(), filled(models[0]))
+    assert torch.equal(found_RD, expected.hidden(given.numpy(), filled(models[0])))
     assert torch.equal(made.logits(found_RD), expected.logits(found_RD))
 
 

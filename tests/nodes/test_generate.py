@@ -157,8 +157,8 @@ def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def count(num_rows: int, sampling: Any) -> Any:
         inputs = rows(num_rows, sampling)
-        assert inputs.shape == (4, num_rows)
-        passes.append(int((inputs[2] >= 0).sum()))
+        assert inputs.shape[1] <= num_rows
+        passes.append(inputs.shape[1])
         return inputs
 
     monkeypatch.setattr(engine.slots, "rows", count)
