@@ -4,7 +4,8 @@
 
 A loss is a function of log π and of `Sampled`, its tokens. It returns a number for each token and does not average (see
 `batching.normaliser`). Your own loss is such a function in your own file. Declare the inputs that it needs with
-`@requires(reads(…))`, so that a missing one is reported before a run starts.
+`@requires(reads(…))`, so that a missing one is reported before a run starts. For metrics of its own, it returns
+`loss_P, {"late": late_P}`: a number for each token by name, whose mean is the metric `late` of the update.
 
 Below the losses are their parts: importance weights, divergences, and sums over responses.
 
@@ -98,9 +99,11 @@ class Sampled:
 
 
 LossAndClipped = tuple[Tensor, Tensor]
+LossAndFigures = tuple[Tensor, Mapping[str, Tensor]]
 # (log π of the sampled tokens [P] with a gradient, the tokens) → the loss of each [P]; or that and, for the metrics,
-# whether its ratio was clipped (bool [P]). Threads call it at the same time, so it must not change anything.
-Loss = Callable[[Tensor, Sampled], Tensor | LossAndClipped]
+# whether its ratio was clipped (bool [P]), or figures by name, [P] each, whose means over the tokens are metrics of the
+# update. Threads call it at the same time, so it must not change anything.
+Loss = Callable[[Tensor, Sampled], Tensor | LossAndClipped | LossAndFigures]
 
 
 def reads(*names: Other | Literal["group"]) -> Callable[[Call], None]:

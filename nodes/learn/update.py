@@ -11,7 +11,7 @@ Shapes: P sampled tokens of a micro-batch, L lags.
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import ClassVar, Unpack
@@ -44,6 +44,14 @@ from penstock.nodes.option_checks import finite, not_negative, positive
 from penstock.nodes.policy import language_policy
 from penstock.nodes.trainable import Learner, Model
 
+# The names of an update's metrics, and the beginning of more.
+METRICS = {
+    *("loss", "tokens", "entropy", "ratio_clipped", "ratio_mean", "ratio_max", "ess", "kl", "lag_mean", "lag_max"),
+    *("replayed_tokens", "replayed_lag_max", "grad_norm", "optimizer_steps", "lr"),
+}
+BY_LAG = "tokens_lag_"
+# Ends the names of the sums of a loss's own figures.
+OF_LOSS = " of the loss"
 # Tokens are counted by lag, up to this number of lags; the last count includes all older tokens.
 LAGS = 16
 
@@ -317,16 +325,8 @@ class LossTerm:
                 replayed_P=None if rows.replayed_N is None else rows.replayed_N.to(sequence_P.device)[packed.row_P],
                 whole_groups_N=group_N,
             )
-            result = self.loss(logprobs_P, sampled)
-            unclipped_P = torch.zeros_like(logprobs_P, dtype=torch.bool)
-            parts = result if isinstance(result, tuple) else (result, unclipped_P)
-            shape = list(logprobs_P.shape)
-            shapes = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in parts]
-            if shapes != [shape, shape]:
-                given = " and ".join(map(str, shapes if parts is result else shapes[:1]))
-                needed = f"a loss for each token, shape {shape}, or that and which tokens it clipped"
-                raise ValueError(f"loss {loss_name(self.loss)}: given a result of shape {given}, needed {needed}")
-            loss_P, clipped_P = parts
+            loss_P, own = self._figures(self.loss(logprobs_P, sampled), logprobs_P)
+            clipped_P = own.pop("ratio_clipped", torch.zeros_like(logprobs_P, dtype=torch.bool))
             # k3, as in GRPO: its gradient is that of KL(π_ref ‖ π), and it is never negative.
             if self.kl:
                 loss_P = loss_P + self.kl * kl_estimate(logprobs_P, sampled.reference_P, estimator="k3")
@@ -337,14 +337,42 @@ class LossTerm:
                 raise ValueError(f"loss {loss_name(self.loss)}: given a result without a gradient, needed {needed}")
             total = (token_weights(sampled.lengths_P, aggregation=self.average) * loss_P).sum()
             sums = token_sums(logprobs_P, entropy_P.detach(), clipped_P, sampled, learner.version)
+            sums |= {f"{key}{OF_LOSS}": own[key].detach().double().sum() for key in sorted(own)}
             return total * scale, {"loss": total.detach().double(), **sums}
 
         items = learner.pack(self.rows, micro_tokens, whole_groups=whole_groups)
         if not (found := learner.backward(items, loss, last=last)):
             return {}
+        if any(sums.keys() != found[0].keys() for sums in found):
+            told = sorted(
+                {", ".join(key.removesuffix(OF_LOSS) for key in sums.keys() ^ found[0].keys()) for sums in found}
+            )
+            given = f"figures for some micro-batches alone: {'; '.join(filter(None, told))}"
+            raise ValueError(f"loss {loss_name(self.loss)}: given {given}; needed the same names each time")
         # Only one copy from the device for all micro-batches.
         table = torch.stack([torch.stack(list(sums.values())) for sums in found]).tolist()
         return add_up([dict(zip(found[0], row, strict=True)) for row in table])
+
+    def _figures(self, result: object, logprobs_P: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of each token and its figures by name, of what the loss function has returned."""
+        loss_P, *more = result if isinstance(result, tuple) else (result,)
+        if len(more) == 1 and isinstance(more[0], Mapping):
+            figures = dict(more[0])
+            more = [*figures.values()]
+        else:
+            figures = dict(zip(("ratio_clipped",), more, strict=False))
+        where, shape = f"loss {loss_name(self.loss)}", list(logprobs_P.shape)
+        shapes = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in (loss_P, *more)]
+        if len(more) != len(figures) or shapes != [shape] * len(shapes):
+            given = " and ".join(map(str, shapes))
+            needed = f"a loss for each token, shape {shape}, or that and which tokens it clipped, or figures by name"
+            raise ValueError(f"{where}: given a result of shape {given}, needed {needed}")
+        for name in figures.keys() - {"ratio_clipped"}:
+            if not (isinstance(name, str) and name.isidentifier()):
+                raise ValueError(f"{where}: given a figure {name!r}, needed a name of letters, digits and _")
+            if name in METRICS or name.startswith(BY_LAG):
+                raise ValueError(f"{where}: given a figure {name!r}, needed a name that no metric of an update has")
+        return loss_P, figures
 
 
 def descend(
@@ -450,7 +478,7 @@ def token_sums(
     sums |= {"lag": (lag_P * fresh_P).sum(), "lag_max": (lag_P * fresh_P).max()}
     counted_PL = lag_P.clamp(0, LAGS - 1)[:, None] == torch.arange(LAGS, device=lag_P.device)
     by_lag_L = (counted_PL * fresh_P[:, None]).sum(0)
-    sums |= {f"tokens_lag_{lag}": count for lag, count in enumerate(by_lag_L.unbind())}
+    sums |= {f"{BY_LAG}{lag}": count for lag, count in enumerate(by_lag_L.unbind())}
     if sampled.replayed_P is not None:
         sums |= {"replayed": replayed_P.double().sum(), "replayed_lag_max": (lag_P * replayed_P).max()}
     # In float64: the square of a ratio that float32 can hold does not overflow.
@@ -480,6 +508,8 @@ def update_metrics(steps: Sequence[Sums]) -> Metrics:
     epoch's estimate (k3) of KL(μ ‖ π), the distance of the policy from the one that sampled. `ess` is the effective
     sample size (Kish) of the ratios π / μ, as a share of the tokens.
 
+    Figures of a loss's own are means over all tokens.
+
     `lag_mean` and `lag_max` are of fresh tokens, 0 without any; `tokens_lag_K` counts the fresh tokens of one epoch
     that are K updates old, if there are any. With a replay buffer, `replayed_tokens` counts replayed tokens (of one
     epoch) and `replayed_lag_max` is their largest lag. All other metrics, such as `ess` and the ratios, are of fresh
@@ -499,7 +529,7 @@ def update_metrics(steps: Sequence[Sums]) -> Metrics:
     if recorded := whole.get("recorded"):
         metrics["lag_mean"] = whole["lag"] / max(1.0, whole["fresh"])
         metrics["lag_max"] = whole["lag_max"]
-        metrics |= {name: count for name, count in last.items() if name.startswith("tokens_lag_") and count}
+        metrics |= {name: count for name, count in last.items() if name.startswith(BY_LAG) and count}
         metrics["ratio_mean"] = whole["ratio"] / recorded
         metrics["ratio_max"] = whole["ratio_max"]
         # Squares of ratios may overflow float64: then there is no `ess`.
@@ -509,4 +539,5 @@ def update_metrics(steps: Sequence[Sums]) -> Metrics:
     if "replayed_lag_max" in whole:
         metrics["replayed_tokens"] = last["replayed"]
         metrics["replayed_lag_max"] = whole["replayed_lag_max"]
-    return metrics
+    own = {key.removesuffix(OF_LOSS): total / tokens for key, total in whole.items() if key.endswith(OF_LOSS)}
+    return {**metrics, **own}

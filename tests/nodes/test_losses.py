@@ -65,7 +65,7 @@ def known(advantages: Tensor, sequence: Tensor | None = None, **given: Tensor) -
     return Sampled(advantages, torch.bincount(sequence)[sequence], torch.zeros(len(advantages)), sequence, given)
 
 
-def loss_of(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+def loss_of(result: Tensor | tuple[Tensor, object]) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -228,6 +228,7 @@ def far(logprobs: Tensor, advantages: Tensor = SIGNS) -> Sampled:
 def test_a_token_that_ppos_clip_takes_has_no_gradient(loss: Loss, sign: float) -> None:
     logprobs = torch.linspace(-3, -1, 8).requires_grad_()
     loss_P, clipped_P = loss(logprobs, far(logprobs, sign * SIGNS))
+    assert isinstance(clipped_P, Tensor)
     (grad,) = torch.autograd.grad(loss_P.sum(), logprobs)
     assert clipped_P.tolist() == (grad == 0).tolist()
     assert clipped_P.any()

@@ -560,6 +560,68 @@ def test_a_loss_of_ones_own_is_one_function() -> None:
     assert metrics["ratio_clipped"] == 0
 
 
+def told(logprobs_P: Tensor, sampled: Sampled, early: int = 2) -> tuple[Tensor, dict[str, Tensor]]:
+    """A user's loss with metrics of its own: their names end as those of maxima do, or begin as those of lags."""
+    probs_P = logprobs_P.detach().exp()
+    clipped_P = probs_P > 0.5
+    return my_loss(logprobs_P, sampled), {
+        "prob_max": probs_P,
+        "ratio_clipped": clipped_P,
+        "short": sampled.lengths_P <= early,
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"epochs": 2, "minibatches": 2}, {"micro_tokens": 4}])
+def test_figures_of_a_loss_are_metrics_as_means_over_tokens(options: dict[str, Any]) -> None:
+    learner, (rollouts, advantage) = policy(), batch()
+    probs = torch.cat([lp.detach() for lp in unpacked(learner, rollouts)]).exp()
+    _, metrics = policy_update.fn(learner, rollouts, advantage, loss=told, lr=0.0, **options)
+    assert metrics["prob_max"] == pytest.approx(float(probs.mean()), rel=1e-4)
+    assert metrics["ratio_clipped"] == pytest.approx(float((probs > 0.5).float().mean()))
+    lengths = [length for _, length in LENGTHS]
+    assert metrics["short"] == pytest.approx(sum(n for n in lengths if n <= 2) / sum(lengths))
+    _, plain = policy_update.fn(policy(), rollouts, advantage, loss=my_loss, lr=0.0, **options)
+    assert {name: metrics[name] for name in plain.keys() - {"ratio_clipped"}} == {
+        name: plain[name] for name in plain.keys() - {"ratio_clipped"}
+    }
+
+
+def test_figures_of_a_term_have_its_name() -> None:
+    rollouts, advantage = batch()
+    one = term.fn(rollouts, advantage, loss=told, name="one")
+    other = term.fn(rollouts, advantage, loss=partial(told, early=9), name="other")
+    _, metrics = policy_update.fn(policy(), rollouts, advantage, loss=aipo, beside=[one, other])
+    assert (metrics["one_prob_max"], metrics["other_short"]) == (metrics["other_prob_max"], 1)
+    assert not metrics.keys() & {"prob_max", "short"}
+
+
+def test_metrics_of_updates_are_those_that_a_figure_of_a_loss_may_not_have_the_name_of() -> None:
+    rollouts, advantage = batch(versions=3)
+    found = set[str]()
+    for replayed in (None, torch.arange(len(rollouts)) % 2 > 0):
+        given = replace(rollouts, replayed_N=replayed)
+        found |= policy_update.fn(policy(), given, advantage, loss=aipo)[1].keys()
+    for name in found:
+        loss = partial(named, name=name)
+        if name == "ratio_clipped":
+            policy_update.fn(policy(), rollouts, advantage, loss=loss)
+            continue
+        with pytest.raises(ValueError, match=f"{name}.*needed a name that no metric"):
+            policy_update.fn(policy(), rollouts, advantage, loss=loss)
+
+
+def named(logprobs_P: Tensor, sampled: Sampled, *, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    return my_loss(logprobs_P, sampled), {name: logprobs_P.detach()}
+
+
+def sometimes(logprobs_P: Tensor, sampled: Sampled) -> tuple[Tensor, dict[str, Tensor]]:
+    return named(logprobs_P, sampled, name=f"of_{int(sampled.sequence_P[0])}")
+
+
+def figure_by_response(logprobs_P: Tensor, sampled: Sampled) -> tuple[Tensor, dict[str, Tensor]]:
+    return -logprobs_P, {"mine": torch.zeros(2)}
+
+
 def summed(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
     return my_loss(logprobs_P, sampled).sum()
 
@@ -605,6 +667,9 @@ NOBODYS = replace(ROLLOUTS, versions_NT=torch.full_like(ROLLOUTS.versions_NT, -1
         ({"loss": summed}, r"loss summed: given a result of shape \[\], needed a loss for each token"),
         ({"loss": said_thrice}, r"loss said_thrice: given a result of shape .* and .* and .*, needed a loss for each"),
         ({"loss": clipped_by_response}, r"loss clipped_by_response: given a result of shape \[\d+\] and \[2\], needed"),
+        ({"loss": figure_by_response}, r"loss figure_by_response: given a result of shape \[\d+\] and \[2\], needed"),
+        ({"loss": partial(named, name="of lags")}, "loss named: given a figure 'of lags', needed a name of letters"),
+        ({"loss": sometimes, "micro_tokens": 4}, "loss sometimes: given figures for some micro-batches alone: of_"),
         ({"loss": constant}, "loss constant: given a result without a gradient, needed one that follows from"),
         ({"minibatches": 6}, "minibatches=6 for a batch of 5 prompt groups"),
         ({"rate": LearningRate(-1e-3)}, r"update 0 of 10: given a learning rate of .*, needed a finite number of at"),
