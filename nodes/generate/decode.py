@@ -63,10 +63,9 @@ class DecodePass:
         if not plain or narrow or model.device.type != "cpu":
             return None
         attend = attention.compiled(config.num_attention_heads // config.num_key_value_heads, config.head_dim, dtype)
-        others = elementwise.functions(dtype), sampling.compiled(dtype), _functions(dtype)
-        if attend is None or None in others:
-            return None
-        return DecodePass(model)
+        others = elementwise.functions, sampling.compiled, _functions
+        found = attend is not None and all(of(dtype) is not None for of in others)
+        return DecodePass(model) if found else None
 
     def __init__(self, model: CausalLM) -> None:
         config, dtype = model.config, model.dtype
@@ -186,9 +185,9 @@ class DecodePass:
     def sample(
         self, inputs_4R: NDArray[np.int64], count: int, cache: Cache, uniform_ST: Tensor, temperature: float
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The next tokens of the first `count` rows and their log-probabilities, as a `Sampler` that `draws` makes them
-        of `logits`. `inputs_4R` has each row's token, slot, position and the number of the next token in its response,
-        whose draw is in `uniform_ST`."""
+        """The next tokens of the first `count` rows and their log-probabilities, as a `plain` sampler makes them of
+        `logits`. `inputs_4R` has each row's token, slot, position and the number of the next token in its response,
+        whose draw (float64) is in `uniform_ST`."""
         rows, steps = inputs_4R.shape[1], uniform_ST.shape[1]
         assert inputs_4R.flags.c_contiguous
         assert uniform_ST.is_contiguous()
@@ -210,8 +209,13 @@ class DecodePass:
         """The address of memory for a pass over this many rows, of which so many are drawn for."""
         needed = self.functions.working_size(ctypes.byref(self.given), rows, drawn)
         if len(self.working) < needed:
+            self.release()  # before there is more
             self.working = zeros((needed,), self.working.dtype)
         return self.working.data_ptr()
+
+    def release(self) -> None:
+        """Free the memory of passes, of which logits are the most."""
+        self.working = self.working.new_empty(0)
 
 
 @functools.cache

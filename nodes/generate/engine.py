@@ -1,19 +1,19 @@
 """The generator: continuous batching in fixed slots, with the trainer's own model.
 
-A pass has a fixed number of rows, each one token of some slot: slots that sample have a row each, and the other rows
-are for tokens of prompts. On a CPU a pass of most models is one call of C, which computes only the rows that hold a
-token (`decode.py`); elsewhere it is the model's own operations over all rows. Weights may change between two steps;
-each token records the version that sampled it. Left out: speculative decoding.
+Each row of a pass is one token of some slot: slots that sample have a row each, and the other rows are for tokens of
+prompts. On a CPU a pass of most models, with its draws, is one call of C for the rows that there are (`decode.py`);
+elsewhere it is the model's own operations over a fixed number of rows, some of them empty. Weights may change between
+two steps; each token records the version that sampled it. Left out: speculative decoding.
 
 A slot keeps its cached tokens after its response ends, until another row needs the slot (prefix cache). A row that
 begins with the same tokens continues in that slot, or in a slot with a copy. So the prompt of a group is computed once,
 and a conversation continues from its earlier turns, if the weights have not changed since.
 
 Invariants:
-- The shapes of operations never change, and a token has the same bits in any row, beside any other rows: as a token of
-  a prompt, as a sampled one, or cached from an earlier turn. So a response has the same bits for any neighbours, slot
-  or place in the queue, for a given number of slots and threads. On a GPU this needs `--deterministic`: otherwise a
-  pass over prompts only has more rows, and its products may round differently.
+- The shapes of torch's operations never change, and a token has the same bits in any row, beside any other rows: as a
+  token of a prompt, as a sampled one, or cached from an earlier turn. So a response has the same bits for any
+  neighbours, slot or place in the queue, for a given number of slots and threads. On a GPU this needs
+  `--deterministic`: otherwise a pass over prompts only has more rows, and its products may round differently.
 - Ranks that share a model (`CausalLMPart`) each have an engine. Given the same groups in the same order they sample the
   same tokens, each with a cache of its own heads.
 - `EngineSlots` is numpy on the host: one step costs the same few operations for any number of slots.
@@ -93,7 +93,7 @@ class Engine(GroupStream):
         # counted on the host.
         alone = all(size == 1 for _, size in ranks.mesh) and not spec.config.family.experts
         self.replays = alone and self.on_gpu
-        # Empty rows cost nothing if a pass is one call.
+        # A pass that is one call has no empty rows.
         self.rows = 0 if self.decode is None else WIDE
         self.prompt_rows = PROMPT_ROWS if self.on_gpu and not context.deterministic else 0
         stops = np.zeros(spec.config.vocab_size, dtype=bool)
@@ -119,6 +119,8 @@ class Engine(GroupStream):
     def release(self) -> None:
         """Free the device memory until there is something to sample again."""
         self.memory = None
+        if self.decode is not None:
+            self.decode.release()
         self.slots.forget()
 
     def step(self) -> Sequence[tuple[Any, Any]]:
@@ -210,14 +212,18 @@ class Engine(GroupStream):
         self, decode: DecodePass, memory: DecodeMemory, inputs_4R: NDArray[np.int64], count: int
     ) -> tuple[NDArray[Any], ...]:
         """Make a pass in C, and sample after its first `count` rows."""
-        if self.sampler.draws:
+        if self.sampler.plain:
             return decode.sample(inputs_4R, count, memory.cache, memory.uniform_ST, self.sampler.temperature)
         hidden_RD = decode.hidden(inputs_4R[:3], memory.cache)
         if not count:
             return ()
+        # All slots: torch's operations have the same shapes in each step.
         _, slots_N, _, steps_N = inputs_4R[:, :count]
-        drawn = self.sampler(decode.logits(hidden_RD[:count]), memory.uniform_ST[slots_N, steps_N])
-        return tuple(each.numpy() for each in drawn)
+        hidden_SD = hidden_RD.new_zeros(self.size.slots, hidden_RD.shape[1])
+        uniform_S = memory.uniform_ST.new_zeros(self.size.slots)
+        hidden_SD[slots_N], uniform_S[slots_N] = hidden_RD[:count], memory.uniform_ST[slots_N, steps_N]
+        drawn = self.sampler(decode.logits(hidden_SD), uniform_S)
+        return tuple(each.numpy()[slots_N] for each in drawn)
 
     def _read(self, memory: DecodeMemory) -> tuple[Tensor, ...]:
         self._hidden(memory, memory.prompt_rows)

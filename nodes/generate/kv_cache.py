@@ -25,7 +25,7 @@ from penstock.nodes.open_model import refuse_long, spec_of, suspects
 
 _libc = ctypes.CDLL(None)
 WIDE = 256
-"""Rows of a pass on a CPU with `DecodePass`, which computes only those that hold a token."""
+"""The most rows of a pass on a CPU with `DecodePass`."""
 PROMPT_ROWS = 512
 """Tokens of prompts that a GPU computes at once: their product takes little longer than reading its weights."""
 
@@ -117,9 +117,10 @@ class Cache:
 
 class DecodeMemory:
     """The device memory of a generator, zero at first: the cache of all slots; the inputs of a pass over `rows` tokens,
-    or `prompt_rows` if all are of prompts (`inputs_4R`: tokens, slots, positions, and the number of the next token in
-    its response); and the draws of whole responses. Addresses never change, and `graphs` of passes rely on that.
-    `experts_SCLK` are the experts of the token at each position; None unless `size` says that they are recorded.
+    or `prompt_rows` if all are of prompts, unless it is one call of C (`inputs_4R`: tokens, slots, positions, and the
+    number of the next token in its response); and the draws of whole responses. Addresses never change, and `graphs`
+    of passes rely on that. `experts_SCLK` are the experts of the token at each position; None unless `size` says that
+    they are recorded.
 
     Raises ValueError as `CacheSize.require_memory` does, which may have passed before the weights were loaded.
     """

@@ -69,8 +69,8 @@ class Sampler:
         return self.top_k > 0 or self.top_p < 1
 
     @property
-    def draws(self) -> bool:
-        """True if `sampling.c` can make its draws."""
+    def plain(self) -> bool:
+        """True if tokens are drawn from softmax(logits / temperature) itself, as `sampling.c` does."""
         return self.temperature > 0 and not self.cuts
 
     def __call__(self, logits_SV: Tensor, uniform_S: Tensor, by_rows: bool = False) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ class Sampler:
         if self.temperature == 0:
             tokens_S = logits_SV.argmax(-1)
             return tokens_S, torch.zeros_like(tokens_S, dtype=torch.float32)
-        draw = compiled(logits_SV.dtype) if self.draws and not by_rows and logits_SV.device.type == "cpu" else None
+        draw = compiled(logits_SV.dtype) if self.plain and not by_rows and logits_SV.device.type == "cpu" else None
         if draw is not None:
             logits_SV, uniform_S = logits_SV.contiguous(), uniform_S.contiguous()
             rows, words = logits_SV.shape

@@ -98,6 +98,20 @@ def test_tokens_and_logprobs_are_those_of_the_plain_forward(context: Context, te
             assert not rollouts.logprobs_NT[row, length:].any()
 
 
+@pytest.mark.parametrize("cut", [{}, {"temperature": 0.7, "top_k": 9}, {"top_p": 0.9}])
+def test_a_token_is_drawn_by_its_place(context: Context, cut: dict[str, Any]) -> None:
+    sampler = Sampler(**cut)
+    for ordinal, (rollouts, _) in run(make_engine(context, samples=4, **cut), range(8), weights()).items():
+        for row in range(len(rollouts)):
+            begin, length = int(rollouts.prompt_lengths_N[row]), int(rollouts.response_lengths_N[row])
+            tokens_S = rollouts.tokens_NS[row, : begin + length]
+            with torch.no_grad():
+                logits_TV = model().logits(model()(tokens_S[None]))[0, begin - 1 : -1]
+            key, places_T = torch.tensor(context.key(ordinal, row)), torch.arange(begin, begin + length)
+            expected_T, _ = sampler(logits_TV, keyed_uniform(key, places_T))
+            assert tokens_S[begin:].tolist() == expected_T.tolist()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_group_is_the_same_bits_whatever_its_neighbours_slots_and_order(context: Context, dtype: str) -> None:
     def engine() -> Engine:
