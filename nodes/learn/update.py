@@ -348,7 +348,7 @@ class LossTerm:
                 {", ".join(key.removesuffix(OF_LOSS) for key in sums.keys() ^ found[0].keys()) for sums in found}
             )
             given = f"figures for some micro-batches alone: {'; '.join(filter(None, told))}"
-            raise ValueError(f"loss {loss_name(self.loss)}: given {given}; needed the same names each time")
+            raise ValueError(f"loss {loss_name(self.loss)}: given {given}, needed the same names each time")
         # Only one copy from the device for all micro-batches.
         table = torch.stack([torch.stack(list(sums.values())) for sums in found]).tolist()
         return add_up([dict(zip(found[0], row, strict=True)) for row in table])
@@ -508,7 +508,7 @@ def update_metrics(steps: Sequence[Sums]) -> Metrics:
     epoch's estimate (k3) of KL(μ ‖ π), the distance of the policy from the one that sampled. `ess` is the effective
     sample size (Kish) of the ratios π / μ, as a share of the tokens.
 
-    Figures of a loss's own are means over all tokens.
+    Figures of a loss's own are means over all tokens of the steps in which it gave them.
 
     `lag_mean` and `lag_max` are of fresh tokens, 0 without any; `tokens_lag_K` counts the fresh tokens of one epoch
     that are K updates old, if there are any. With a replay buffer, `replayed_tokens` counts replayed tokens (of one
@@ -539,5 +539,8 @@ def update_metrics(steps: Sequence[Sums]) -> Metrics:
     if "replayed_lag_max" in whole:
         metrics["replayed_tokens"] = last["replayed"]
         metrics["replayed_lag_max"] = whole["replayed_lag_max"]
-    own = {key.removesuffix(OF_LOSS): total / tokens for key, total in whole.items() if key.endswith(OF_LOSS)}
-    return {**metrics, **own}
+    for key in whole:
+        if key.endswith(OF_LOSS):
+            given = sum(step["tokens"] for step in steps if key in step)
+            metrics[key.removesuffix(OF_LOSS)] = whole[key] / given
+    return metrics

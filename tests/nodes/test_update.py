@@ -610,6 +610,18 @@ def test_metrics_of_updates_are_those_that_a_figure_of_a_loss_may_not_have_the_n
             policy_update.fn(policy(), rollouts, advantage, loss=loss)
 
 
+def by_length(logprobs_P: Tensor, sampled: Sampled) -> tuple[Tensor, dict[str, Tensor]]:
+    return my_loss(logprobs_P, sampled), {f"of_{int(sampled.lengths_P[0])}": sampled.lengths_P}
+
+
+def test_a_figure_that_a_loss_gives_in_some_steps_is_a_mean_over_their_tokens() -> None:
+    rollouts, advantage = batch()
+    _, metrics = policy_update.fn(policy(), rollouts, advantage, loss=by_length, minibatches=5)
+    lengths = {length for _, length in LENGTHS}
+    assert {name: value for name, value in metrics.items() if name.startswith("of_")} == {f"of_{n}": n for n in lengths}
+    assert len(lengths) > 1
+
+
 def named(logprobs_P: Tensor, sampled: Sampled, *, name: str) -> tuple[Tensor, dict[str, Tensor]]:
     return my_loss(logprobs_P, sampled), {name: logprobs_P.detach()}
 
