@@ -17,6 +17,8 @@ from penstock.graph.protocols import Array, Vector
 
 # Metrics that a node returns besides its outputs; `metrics.jsonl` has their averages over an update's groups.
 Metrics = dict[str, float]
+# The prefix of the counts of tokens by lag. They are one metric, so that all of them in a row come from one node.
+BY_LAG = "tokens_lag_"
 
 
 # Most items of a `Mean`: what messages between processes take.

@@ -21,7 +21,7 @@ from penstock.graph import node
 from penstock.graph.context import Context, random_key
 from penstock.graph.node import fire
 from penstock.graph.protocols import Carried, Source
-from penstock.graph.types import Metrics, Policy, Prompts, Replies, Rewards, Rollouts, Weights
+from penstock.graph.types import BY_LAG, Metrics, Policy, Prompts, Replies, Rewards, Rollouts, Weights
 from penstock.nodes.environments.environment import environment
 from penstock.nodes.learn.batching import behaviour_logprobs, sampled_mask
 
@@ -289,5 +289,5 @@ def _step(policy: FakePolicy, rollouts: Rollouts, rewards: Rewards) -> Metrics:
         "lag_mean": float(lags_P.float().mean()),
         "lag_max": float(lags_P.max()),
         "tokens": float(sampled_NT.sum()),
-        **{f"tokens_lag_{lag}": float((lags_P == lag).sum()) for lag in lags_P.unique().tolist()},
+        **{f"{BY_LAG}{lag}": float((lags_P == lag).sum()) for lag in lags_P.unique().tolist()},
     }

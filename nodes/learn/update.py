@@ -25,7 +25,7 @@ from penstock.graph.deferred import shape_of, widened
 from penstock.graph.imports import encode, names_function, path_of, resolve, short
 from penstock.graph.protocols import Array
 from penstock.graph.requires import Call
-from penstock.graph.types import Advantages, AnyPolicy, LearningRate, Logprobs, Metrics, Rollouts
+from penstock.graph.types import BY_LAG, Advantages, AnyPolicy, LearningRate, Logprobs, Metrics, Rollouts
 from penstock.nodes.learn.batching import (
     Aggregation,
     Packed,
@@ -44,12 +44,11 @@ from penstock.nodes.option_checks import finite, not_negative, positive
 from penstock.nodes.policy import language_policy
 from penstock.nodes.trainable import Learner, Model
 
-# The names of an update's metrics, and the beginning of more.
+# The names of an update's metrics, beside those of `BY_LAG`.
 METRICS = {
     *("loss", "tokens", "entropy", "ratio_clipped", "ratio_mean", "ratio_max", "ess", "kl", "lag_mean", "lag_max"),
     *("replayed_tokens", "replayed_lag_max", "grad_norm", "optimizer_steps", "lr"),
 }
-BY_LAG = "tokens_lag_"
 # Ends the names of the sums of a loss's own figures.
 OF_LOSS = " of the loss"
 # Tokens are counted by lag, up to this number of lags; the last count includes all older tokens.
@@ -343,11 +342,10 @@ class LossTerm:
         items = learner.pack(self.rows, micro_tokens, whole_groups=whole_groups)
         if not (found := learner.backward(items, loss, last=last)):
             return {}
-        if any(sums.keys() != found[0].keys() for sums in found):
-            told = sorted(
-                {", ".join(key.removesuffix(OF_LOSS) for key in sums.keys() ^ found[0].keys()) for sums in found}
-            )
-            given = f"figures for some micro-batches alone: {'; '.join(filter(None, told))}"
+        some = set[str]().union(*found) - set(found[0]).intersection(*found)
+        if some:
+            names = ", ".join(sorted(key.removesuffix(OF_LOSS) for key in some))
+            given = f"figures for some micro-batches alone: {names}"
             raise ValueError(f"loss {loss_name(self.loss)}: given {given}, needed the same names each time")
         # Only one copy from the device for all micro-batches.
         table = torch.stack([torch.stack(list(sums.values())) for sums in found]).tolist()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.graph.ir import Firing, Node, label_of
-from penstock.graph.types import Mean, Metrics
+from penstock.graph.types import BY_LAG, Mean, Metrics
 from penstock.host import install_command
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import AppendFile, RunFolder, read_file, write_atomic
@@ -47,8 +47,6 @@ SUMMED = frozenset({TOKENS, "prompt_tokens"})
 
 # The metric with which a node reports how many tokens a firing sampled. A row has only the rate, over all groups.
 GENERATED = "generated_tokens"
-# The prefix of the columns of a count by lag. They are one metric, so that all of them come from one node.
-BY_LAG = "tokens_lag_"
 # Names that are not numeric columns of a row.
 NO_NUMBERS = frozenset({"pools", "not_finite", GENERATED})
 

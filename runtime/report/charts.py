@@ -12,8 +12,8 @@ from itertools import product
 from math import isfinite, nan
 from typing import Any
 
-from penstock.graph.types import COLUMNS
-from penstock.runtime.record.metrics import BY_LAG, NO_NUMBERS, Row, columns
+from penstock.graph.types import BY_LAG, COLUMNS
+from penstock.runtime.record.metrics import NO_NUMBERS, Row, columns
 from penstock.runtime.record.trace_formats import round_step
 from penstock.runtime.report.follow import NS
 from penstock.runtime.report.run_history import Facts

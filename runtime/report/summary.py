@@ -16,6 +16,7 @@ from typing import Any
 from penstock.graph.analysis import Bound
 from penstock.graph.ir import Graph
 from penstock.graph.show import clock
+from penstock.graph.types import BY_LAG
 from penstock.runtime.cluster.placement import decodes, samples_of
 from penstock.runtime.report.follow import NS, RankId, Work
 from penstock.runtime.report.run_history import Facts, StageHistory
@@ -132,7 +133,7 @@ class Report:
         by_lag, by_version = defaultdict[int, float](float), defaultdict[int, float](float)
         for row in self.facts.rows:
             for name, value in row.items():
-                lag = name.removeprefix("tokens_lag_")
+                lag = name.removeprefix(BY_LAG)
                 if lag != name and lag.isdigit() and isinstance(value, int | float) and isfinite(value):
                     by_lag[int(lag)] += value
                     by_version[row["update"] - int(lag)] += value

@@ -561,7 +561,7 @@ def test_a_loss_of_ones_own_is_one_function() -> None:
 
 
 def told(logprobs_P: Tensor, sampled: Sampled, early: int = 2) -> tuple[Tensor, dict[str, Tensor]]:
-    """A user's loss with metrics of its own: their names end as those of maxima do, or begin as those of lags."""
+    """A user's loss with metrics of its own; the name of one ends as those of maxima do, but it is a mean, too."""
     probs_P = logprobs_P.detach().exp()
     clipped_P = probs_P > 0.5
     return my_loss(logprobs_P, sampled), {
