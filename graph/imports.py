@@ -47,8 +47,9 @@ def short(path: str) -> str:
     return path.rpartition(":")[2].rpartition("<locals>.")[2]
 
 
-def load(path: str) -> Any:
-    """What `path` names: "package.module:name", "file.py:name" or the name of a built-in program.
+def load(path: str, kind: type = object) -> Any:
+    """What `path` names: "package.module:name", "file.py:name" or the name of a built-in program; "file.py" is the only
+    value of this kind that the file defines.
 
     Raises GraphError with the nearest names if there is none. Exceptions of a module during its import are not caught:
     their traceback names the line.
@@ -63,17 +64,28 @@ def load(path: str) -> Any:
     elif name.endswith(".py"):
         place, name = path, ""
     module = _from_file(path, place) if place.endswith(".py") else _import(path, place)
+    if not name and len(own := _own(module, kind)) == 1:
+        (name,) = own
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            public = {n: v for n, v in vars(module).items() if callable(v) and not n.startswith("_")}
-            own = [n for n, v in public.items() if getattr(v, "__module__", "") == module.__name__]
             needed = f"a name that is defined at the top of {module.__file__}" if name else 'a name after ":"'
             if "<locals>" in name or "<lambda>" in name:
                 needed += " (other processes cannot import what is defined inside a function)"
-            raise _not_found(repr(path), needed + nearest(name, own or public))
+            known = _own(module, kind) or _own(module, object) or _public(module)
+            raise _not_found(repr(path), needed + nearest(name, known))
         found = getattr(found, part)
     return found
+
+
+def _public(module: ModuleType) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
+
+
+def _own(module: ModuleType, kind: type) -> list[str]:
+    """The names of the public callables of a kind that a module defines itself."""
+    public = _public(module).items()
+    return [name for name, v in public if isinstance(v, kind) and getattr(v, "__module__", "") == module.__name__]
 
 
 def _not_found(given: str, needed: str, code: str = "nothing-to-load") -> GraphError:

@@ -110,7 +110,7 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
     before = set(sys.modules)
     try:
         with kept_here():
-            program = load(name)
+            program = load(name, Program)
         if not isinstance(program, Program):
             given = f"{name}: given a value of type {type(program).__name__}"
             raise CommandError(f"{given}, needed a function with @program")

@@ -73,7 +73,7 @@ function; its trace is a dataflow graph, which runs asynchronously.
 
 {verbs}
 
-PROGRAM is a built-in name, package.module:function or path/to/file.py:function;
+PROGRAM is a built-in name, package.module:function or path/to/file.py[:function];
 its keyword arguments are flags. Try:
 
   penstock run aipo                     train a small model on this machine

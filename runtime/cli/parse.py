@@ -204,7 +204,7 @@ def verb_help(verb: str, programs: Mapping[str, str]) -> None:
     width = max(map(len, programs), default=0)
     names = "".join(f"\n  {name:<{width}}  {summary}" for name, summary in programs.items())
     description = (
-        f"PROGRAM is package.module:function, path/to/file.py:function, or built in:{names}\n\n"
+        f"PROGRAM is package.module:function, path/to/file.py[:function], or built in:{names}\n\n"
         f"Its keyword arguments are flags too: `penstock {verb} PROGRAM --help` shows them.\n\n"
         f"Examples:\n  {EXAMPLES[verb].format(next(iter(programs), 'PROGRAM'))}"
     )

@@ -255,6 +255,9 @@ class Cluster(BaseModel):
             said = tomllib.loads(path.read_text())
             here = {} if "hosts" in said else {"hosts": [host.model_dump() for host in Cluster.local().hosts]}
             return Cluster.model_validate({**said, **here})
+        except FileNotFoundError:
+            words = "; words such as 8xH100 are for `plan` and `simulate`" if _is_word(str(path)) else ""
+            raise ClusterError(f"{path}: given no file there, needed a TOML file of a cluster{words}") from None
         except OSError as error:
             raise ClusterError(f"{path}: cannot be read: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -383,13 +386,17 @@ def read_cluster(given: str, this: Path | None = None) -> Cluster:
         if not this.exists():
             raise ClusterError(f"--cluster {given}: {this} is not there; needed first: penstock doctor --measure")
         return Cluster.read(this)
-    # A path has a suffix or a folder; any other word is meant as hosts × GPUs × kind.
-    if Path(given).suffix or "/" in given or Path(given).exists():
+    if not _is_word(given) or Path(given).exists():
         return Cluster.read(Path(given))
     hosts: list[Host] = []
     for part in given.split("+"):
         hosts += _hosts_of_spec(given, part, len(hosts))
     return Cluster(hosts=tuple(hosts))
+
+
+def _is_word(given: str) -> bool:
+    """A path has a suffix or a folder; any other word is meant as hosts × GPUs × kind."""
+    return not (Path(given).suffix or "/" in given)
 
 
 def _hosts_of_spec(given: str, part: str, first: int) -> list[Host]:

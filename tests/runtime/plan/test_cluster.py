@@ -198,7 +198,7 @@ def test_a_word_without_hosts_is_one_host() -> None:
         ("32x8xH100+", "given '32x8xH100+', needed hosts x GPUs x kind"),
         ("0x8xH100", "given '0x8xH100', needed at least 1 host, and at least 1 GPU"),
         ("9999999x8xH100", "given 79999992 GPUs in 9999999x8xH100, needed at most 100000"),
-        ("none.toml", "none.toml: cannot be read: No such file"),
+        ("none.toml", "none.toml: given no file there"),
     ],
 )
 def test_a_word_that_is_no_cluster_is_refused(given: str, message: str) -> None:
