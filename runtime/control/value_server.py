@@ -156,7 +156,7 @@ class ExchangeClient:
 
     def ranges(self, handle: ObjectRef, wanted: Sequence[tuple[int, int]]) -> list[bytearray]:
         """The bytes of a block for each (start, length) in `wanted`. Raises ObjectRefError if the owner does not have
-        the block, or is silent for too long."""
+        the block, is silent for too long, or refuses this host's key."""
         socket = self._socket(handle)
         parts = (
             (place, first, min(CHUNK, length - first))
@@ -169,7 +169,12 @@ class ExchangeClient:
         while True:
             while len(asked) < window and (part := next(parts, None)) is not None:
                 number, (place, first, length) = next(self._numbers), part
-                socket.send(QUESTION.pack((EXCHANGE, number, Ask(handle, wanted[place][0] + first, length))))
+                question = QUESTION.pack((EXCHANGE, number, Ask(handle, wanted[place][0] + first, length)))
+                try:
+                    socket.send(question, zmq.NOBLOCK)
+                except zmq.Again:
+                    # libzmq has given up a connection that was refused: a blocking send would never return.
+                    raise self._lost(handle, f"refuses this host's key at {handle.endpoint}") from None
                 asked[number] = part
                 self.counts["asked"] += 1
             if not asked:
@@ -214,10 +219,14 @@ class ExchangeClient:
                 self.counts["malformed"] += 1
             else:
                 return number, parts[0].buffer
-        # Use a new socket next time: messages in flight are lost when a connection breaks.
-        self._sockets.pop((handle.host, handle.endpoint)).close(linger=0)
         silent = f"has not answered at {handle.endpoint} for {self._patience:g} s: dead, stopped, or out of reach"
-        raise ObjectRefError(f"{handle}: {handle.owner} on host {handle.host} {silent} of host {self._join.host}")
+        raise self._lost(handle, f"{silent} of host {self._join.host}")
+
+    def _lost(self, handle: ObjectRef, why: str) -> ObjectRefError:
+        """Close the socket to the owner of a handle, and return what to raise. A new socket is used next time: messages
+        in flight are lost when a connection breaks."""
+        self._sockets.pop((handle.host, handle.endpoint)).close(linger=0)
+        return ObjectRefError(f"{handle}: {handle.owner} on host {handle.host} {why}")
 
     def _socket(self, handle: ObjectRef) -> zmq.Socket[bytes]:
         """The socket to the owner of a handle."""

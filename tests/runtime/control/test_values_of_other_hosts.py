@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -22,7 +22,7 @@ import zmq
 from msgspec import structs
 
 from penstock.graph.types import Prompts, Rewards
-from penstock.runtime.control.listener import WireError
+from penstock.runtime.control.listener import WireError, dial
 from penstock.runtime.control.messages import (
     ANSWER,
     CHUNK,
@@ -73,8 +73,8 @@ class Hosts:
     def new_server(self, reader: ObjectReader, owner: str = "generator.0") -> ExchangeServer:
         return ExchangeServer(self.join("a"), owner, reader, self.died.append)
 
-    def new_client(self, patience: float = PATIENCE_S) -> ExchangeClient:
-        client = ExchangeClient(self.join("b"), patience)
+    def new_client(self, patience: float = PATIENCE_S, join: Join | None = None) -> ExchangeClient:
+        client = ExchangeClient(join or self.join("b"), patience)
         self.stack.callback(client.close)
         return client
 
@@ -339,10 +339,31 @@ def test_a_server_whose_thread_ends_says_so_at_once(hosts: Hosts) -> None:
 def test_a_key_of_another_run_is_refused(hosts: Hosts) -> None:
     handle = hosts.store.put(rewards(3))
     raw = hosts.raw(stranger(hosts.join("b")))
-    raw.send(QUESTION.pack((EXCHANGE, 1, Ask(handle, 0, handle.nbytes))))
+    with suppress(zmq.Again):  # it may have been refused already
+        raw.send(QUESTION.pack((EXCHANGE, 1, Ask(handle, 0, handle.nbytes))), zmq.NOBLOCK)
     until(lambda: hosts.server.counts["stranger"] > 0)
     assert hosts.server.counts["served"] == 0
     assert hosts.reader.get(handle, Rewards) is not None
+
+
+def test_a_reader_whose_connection_was_refused_before_it_asks_says_so_and_waits_for_nothing(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libzmq gives up such a connection, and a send that waits for another one never returns."""
+
+    def refused(*given: Any) -> "zmq.Socket[bytes]":
+        socket = dial(*given)
+        until(lambda: not socket.poll(0, zmq.POLLOUT))
+        return socket
+
+    monkeypatch.setattr("penstock.runtime.control.value_server.dial", refused)
+    handle = hosts.store.put(rewards(3))
+    client = hosts.new_client(join=stranger(hosts.join("b")))
+    for _ in range(2):
+        with pytest.raises(ObjectRefError, match=r"of generator\.0 on host a .* refuses this host's key at tcp://"):
+            client.ranges(handle, [(0, handle.nbytes)])
+    monkeypatch.undo()
+    assert hosts.gives(handle, rewards(3))
 
 
 def test_a_reader_that_does_not_read_costs_a_bounded_number_of_parts_and_hinders_nobody(hosts: Hosts) -> None:
