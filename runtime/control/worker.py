@@ -155,3 +155,6 @@ if __name__ == "__main__":
     ignore_stop_signals()
     _, asks, *modules = sys.argv[1:] or ("", None)
     serve_forks(main, (NEEDED, *modules), None if asks is None else int(asks))
+    # torch is slow to exit, and nothing is left to do.
+    sys.stderr.flush()
+    os._exit(0)
