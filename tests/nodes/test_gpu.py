@@ -77,11 +77,12 @@ def attend(given: Sequence[Tensor], window: int = 0) -> Tensor:
 @DTYPES
 @pytest.mark.parametrize("window", [0, 1, 21, 300])
 @pytest.mark.parametrize(
-    ("width", "length", "heads"), [(6, 200, 4), (64, 900, 4), (80, 700, 6), (16, 4500, 2), (256, 70, 2)]
+    ("width", "length", "heads"), [(6, 200, 4), (64, 900, 4), (80, 700, 6), (16, 1100, 2), (256, 70, 2)]
 )
 def test_attention_over_slots_is_attention(
-    dtype: torch.dtype, window: int, width: int, length: int, heads: int
+    dtype: torch.dtype, window: int, width: int, length: int, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_kernels()[0], "MOST_RUNS", 4)  # so the runs of the longest slots are longer than the least
     given = passed(length, dtype, width, heads)
     *_, keys_SGCK, values_SGCK, slots_R, positions_R = given
     before = keys_SGCK.clone()
@@ -100,7 +101,7 @@ def test_attention_over_slots_is_attention(
 @KERNELS
 @DTYPES
 def test_a_row_of_attention_has_the_same_bits_beside_others_and_in_another_row(dtype: torch.dtype) -> None:
-    q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R = passed(900, dtype, 64)
+    q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R = passed(600, dtype, 64)
     together = attend((q_RHK, k_RGK, v_RGK, keys_SGCK.clone(), values_SGCK.clone(), slots_R, positions_R))
     order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     moved = q_RHK[order], k_RGK[order], v_RGK[order]
