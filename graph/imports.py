@@ -18,7 +18,7 @@ from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType, UnionType
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from penstock.graph.errors import GraphError, fault, nearest
 from penstock.graph.ir import Json
@@ -29,6 +29,8 @@ PROGRAMS = "penstock.programs"
 PATHS = (Path, Path | None, "Path", "Path | None")
 # And of one that is several of them.
 LISTS = (list[Path], Sequence[Path], tuple[Path, ...], "list[Path]", "Sequence[Path]", "tuple[Path, ...]")
+
+T = TypeVar("T")
 
 # The modules that were loaded from a file: their names, and the files' absolute paths.
 _files: dict[str, str] = {}
@@ -47,9 +49,8 @@ def short(path: str) -> str:
     return path.rpartition(":")[2].rpartition("<locals>.")[2]
 
 
-def load(path: str, kind: type = object) -> Any:
-    """What `path` names: "package.module:name", "file.py:name" or the name of a built-in program; "file.py" is the only
-    value of this kind that the file defines.
+def load(path: str) -> Any:
+    """What `path` names: "package.module:name", "file.py:name" or the name of a built-in program.
 
     Raises GraphError with the nearest names if there is none. Exceptions of a module during its import are not caught:
     their traceback names the line.
@@ -64,16 +65,15 @@ def load(path: str, kind: type = object) -> Any:
     elif name.endswith(".py"):
         place, name = path, ""
     module = _from_file(path, place) if place.endswith(".py") else _import(path, place)
-    if not name and len(own := _own(module, kind)) == 1:
-        (name,) = own
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
             needed = f"a name that is defined at the top of {module.__file__}" if name else 'a name after ":"'
             if "<locals>" in name or "<lambda>" in name:
                 needed += " (other processes cannot import what is defined inside a function)"
-            known = _own(module, kind) or _own(module, object) or _public(module)
-            raise _not_found(repr(path), needed + nearest(name, known))
+            public = _public(module)
+            own = [n for n, v in public.items() if getattr(v, "__module__", "") == module.__name__]
+            raise _not_found(repr(path), needed + nearest(name, own or public))
         found = getattr(found, part)
     return found
 
@@ -82,10 +82,9 @@ def _public(module: ModuleType) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
 
 
-def _own(module: ModuleType, kind: type) -> list[str]:
-    """The names of the public callables of a kind that a module defines itself."""
-    public = _public(module).items()
-    return [name for name, v in public if isinstance(v, kind) and getattr(v, "__module__", "") == module.__name__]
+def public_in(file: str, kind: type[T]) -> dict[str, T]:
+    """The public callables of a kind in a file, those too that it imports, by their names. Raises as `load`."""
+    return {name: value for name, value in _public(_from_file(file, file)).items() if isinstance(value, kind)}
 
 
 def _not_found(given: str, needed: str, code: str = "nothing-to-load") -> GraphError:

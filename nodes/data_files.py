@@ -5,8 +5,9 @@ or one that `save_to_disk` of `datasets` has written, or OWNER/NAME[:CONFIG][@RE
 `save_to_disk` and the Hub need the extra `data`. A fault of a row is a `DataError` that begins with its place,
 "FILE:LINE" or "FILE, row N".
 
-A file of a directory belongs to the split in its name: `test.jsonl`, `data/train-00000-of-00004.parquet`. Without one
-it belongs to "train". The split to read is `--data-split`, or else "train", or the only one.
+A file of a directory belongs to the split in its name: `test.jsonl`, `data/train-00000-of-00004.parquet`. Files
+without one belong to "train" where no other file does. The split to read is `--data-split`, or else "train", or the
+only one.
 """
 
 import gzip
@@ -14,7 +15,7 @@ import json
 import re
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,9 +33,9 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 _FORMATS = "an object per line (.jsonl), an array of objects (.json), both perhaps .gz, or .parquet; no other is read"
 _GZIP = b"\x1f\x8b"
-_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+_SPLITS = ("train", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation", "heldout", "holdout")
 # The suffix of a shard's name; older ones end with a part of a digest.
-_SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}(?:-[0-9a-f]{16})?$")
+_SHARD = re.compile(r"-(?P<number>[0-9]{5})-of-(?P<total>[0-9]{5})(?:-[0-9a-f]{16})?$")
 # Files beside the rows in clones of data sets.
 _ABOUT = ("dataset_info.json", "dataset_infos.json", "config.json")
 # GSM8K writes the final number after this.
@@ -254,7 +255,14 @@ def open_table(context: Context) -> Table:
                 files.setdefault(_split_of(file), []).append(path / file)
         if not files:
             raise DataError(f"{data}: given a directory without one of {', '.join(_SUFFIXES)}, needed a file of rows")
-        _, chosen = _chosen(files, wanted, data, flag)
+        unnamed = files.pop("", [])
+        if unnamed and "train" not in files:
+            files["train"], unnamed = unnamed, []
+        name, chosen = _chosen(files, wanted, data, flag)
+        if unnamed and name == "train":
+            given = f"given {chosen[0].name} beside {unnamed[0].name}, whose name is that of no split"
+            raise DataError(f"{data}: {given}; needed one file, or the names of splits: {', '.join(_SPLITS)}")
+        _require_whole(chosen, data)
         names: dict[Path, Path] = {}
         for file in chosen:
             if (same := names.setdefault(_bare(file), file)) != file:
@@ -313,13 +321,33 @@ def _bare(file: Path) -> Path:
     return file.with_name(file.name.removesuffix(".gz")).with_suffix("")
 
 
+def _require_whole(files: Sequence[Path], data: str) -> None:
+    """Raise DataError if files that are named as shards are not all shards of one table."""
+    tables: dict[tuple[Path, int], dict[int, Path]] = {}
+    for file in files:
+        bare = _bare(file)
+        if shard := _SHARD.search(bare.name):
+            table = bare.with_name(bare.name[: shard.start()]), int(shard["total"])
+            if (same := tables.setdefault(table, {}).setdefault(int(shard["number"]), file)) != file:
+                raise DataError(f"{data}: given {same.name} and {file.name}, needed one of them: the same rows twice?")
+    if len(tables) > 1:
+        first, second = (next(iter(shards.values())).relative_to(data) for shards in list(tables.values())[:2])
+        needed = "needed the folder of one of them: each is a whole table, such as a configuration of the data set"
+        raise DataError(f"{data}: given {first} and {second}, {needed}")
+    for (path, total), shards in tables.items():
+        if missing := [number for number in range(total) if number not in shards]:
+            given = f"given {len(shards)} of the {total} files of {path.relative_to(data)}"
+            raise DataError(f"{data}: {given}, needed all: there is no {path.name}-{missing[0]:05}-of-{total:05}")
+
+
 def _split_of(file: Path) -> str:
+    """The name of a file's split; "" if its name is that of no split."""
     file = _bare(file)
     stem = _SHARD.sub("", file.name)
     if stem != file.name:
         return stem
     words = re.split(r"[^a-zA-Z]+", str(file).lower())
-    return next((word for word in reversed(words) if word in _SPLITS), "train")
+    return next((word for word in reversed(words) if word in _SPLITS), "")
 
 
 def _chosen(splits: Mapping[str, T], wanted: str, data: str, flag: str) -> tuple[str, T]:

@@ -27,8 +27,8 @@ from typing import Any
 from penstock.graph import GraphError, Program, check, load, trace
 from penstock.graph.check import by_place
 from penstock.graph.context import Context
-from penstock.graph.errors import Fault, defined
-from penstock.graph.imports import imported, reach, resolve
+from penstock.graph.errors import Fault, defined, fault, nearest
+from penstock.graph.imports import imported, public_in, reach, resolve
 from penstock.graph.ir import Argument, Graph
 from penstock.graph.node import NodeDef
 from penstock.graph.program import trace_evaluation
@@ -104,13 +104,26 @@ def told_once(verb: str) -> Iterator[None]:
         yield
 
 
+def _named(name: str) -> Any:
+    """What the user's PROGRAM names; of a file alone, its only program. Raises GraphError."""
+    if not name.rpartition(":")[2].endswith(".py"):
+        return load(name)
+    found = public_in(name, Program)
+    own = {program.path: program for program in found.values() if program.path.startswith(f"{os.path.abspath(name)}:")}
+    if len(own) == 1:
+        return own.popitem()[1]
+    known = [program.name for program in own.values()] or found
+    needed = 'a name after ":"' + nearest("", known) if known else "a function with @program in it"
+    raise fault("nothing-to-load", "nothing to load", repr(name), needed, "")
+
+
 def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
     """All facts about a program called with these words that the parent needs (see `tracing.Traced`). Raises
     CommandError if the program cannot be loaded or the words are wrong, SystemExit after help or a usage error."""
     before = set(sys.modules)
     try:
         with kept_here():
-            program = load(name, Program)
+            program = _named(name)
         if not isinstance(program, Program):
             given = f"{name}: given a value of type {type(program).__name__}"
             raise CommandError(f"{given}, needed a function with @program")

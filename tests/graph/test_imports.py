@@ -79,14 +79,6 @@ def test_a_file_and_name_with_what_stands_beside_it(mine: Path) -> None:
     assert load(f"{mine}:Nested.inside")(3) == 3
 
 
-def test_a_file_alone_is_its_only_program(mine: Path, tmp_path: Path) -> None:
-    assert load(str(mine), Program) is load(f"{mine}:mine")
-    several = tmp_path / "several.py"
-    several.write_text(f"from mine import mine\n{MINE}\n@program\ndef yours(policy, prompts): return policy\n")
-    with pytest.raises(GraphError, match=r'a name after ":"; there are: mine, yours$'):
-        load(str(several), Program)
-
-
 def test_a_file_is_loaded_once_whatever_its_path_is_given_as(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = load(f"{mine}:plan")
     monkeypatch.chdir(mine.parent)

@@ -140,6 +140,39 @@ def test_a_split_is_chosen_and_another_one_measured_on_whole(tmp_path: Path, wri
             open_prompts(Context(data=str(data), eval_split="dev").evaluation())
 
 
+@pytest.mark.parametrize("held", ["evaluation", "testing", "heldout", "held/eval"])
+def test_rows_that_are_held_out_are_in_a_split_of_their_own(tmp_path: Path, held: str) -> None:
+    jsonl(tmp_path / "train.jsonl", ROWS)
+    jsonl(tmp_path / f"{held}.jsonl", TEST)
+    train = Context(node="prompts", data=str(tmp_path), eval_split=held.rpartition("/")[2])
+    assert len(prompts(train)) == 6
+    assert len(prompts(train.evaluation())) == 3
+
+
+def test_a_file_of_no_split_is_no_part_of_train_beside_files_of_train(tmp_path: Path) -> None:
+    jsonl(tmp_path / "more.jsonl", TEST)
+    assert len(prompts(Context(data=str(tmp_path)))) == 3
+    jsonl(tmp_path / "train.jsonl", ROWS)
+    with pytest.raises(DataError, match=r"given train\.jsonl beside more\.jsonl, .*; needed one file, or the names of"):
+        open_prompts(Context(data=str(tmp_path)))
+
+
+def test_shards_are_all_shards_of_one_table(tmp_path: Path) -> None:
+    shards(tmp_path / "main", ROWS)
+    shards(tmp_path / "socratic", ROWS)
+    (first,) = (tmp_path / "main").rglob("train-00000-*")
+    assert len(prompts(Context(data=str(tmp_path / "main")))) == 6
+    with pytest.raises(DataError, match=r"given main/\S+ and socratic/\S+, needed the folder of one of them"):
+        open_prompts(Context(data=str(tmp_path)))
+    first.unlink()
+    with pytest.raises(DataError, match=r"given 1 of the 2 files of \S*train, needed all: .*train-00000-of-00002"):
+        open_prompts(Context(data=str(tmp_path / "main")))
+    old = first.with_name("train-00001-of-00002-a3ecf92756993583.parquet")
+    parquet(old, TEST)
+    with pytest.raises(DataError, match="needed one of them: the same rows twice"):
+        open_prompts(Context(data=str(tmp_path / "main")))
+
+
 def test_splits_are_not_mixed_and_a_directory_has_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="given a directory without one of"):
         open_prompts(Context(data=str(tmp_path)))

@@ -188,6 +188,28 @@ def test_what_a_run_cannot_begin_with_is_an_error(words: str, said: str, file: s
     assert "Traceback" not in found["error"]
 
 
+MINE = "from penstock import Policy, program\n@program\ndef mine(policy: Policy): return policy\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (MINE, ""),
+        (f"{MINE}alias, helper = mine, print\nfrom penstock.programs.aipo import aipo\n", ""),
+        (f"{MINE}{MINE.replace('mine', 'yours')}def helper(): pass\n", 'a name after ":"; there are: mine, yours'),
+        ("from penstock.programs.aipo import aipo\n", 'a name after ":"; there are: aipo'),
+        (f"{MINE.replace('@program', '')}", "a function with @program in it"),
+    ],
+)
+def test_a_file_alone_is_its_only_program(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "file.py").write_text(text)
+    found = answer("show", str(tmp_path / "file.py"), [])
+    if said:
+        assert found["error"].endswith(f"given   '{tmp_path}/file.py'\n    needed  {said}")
+    else:
+        assert found["path"] == f"{tmp_path}/file.py:mine"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
