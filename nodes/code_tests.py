@@ -11,14 +11,16 @@ import ast
 import builtins
 import json
 import re
+import sys
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from secrets import token_hex
 from textwrap import dedent
 from typing import Any
 
 from penstock.graph import requires
+from penstock.graph.requires import Call
 from penstock.nodes.environments.sandbox import Answer, Limits, SandboxError, isolated, run_python, wrapper_of
 from penstock.nodes.option_checks import count, positive
 from penstock.nodes.score import answers_that
@@ -30,6 +32,7 @@ _FAILS = "raise AssertionError"
 _LOOKING = {"globals", "locals", "vars"}
 # What tells the failures of a class of unittest.
 _TELLING = {"wasSuccessful", "failures", "errors"}
+MAX_OUTPUT = 64_000
 # Where a line begins, after the marks of lists and quotes.
 _BEGINS = r"^[ \t>*+\-\d.)]*"
 # A block of Markdown, and its language. Its fence begins a line; a block of Python may also open within a line of
@@ -67,8 +70,9 @@ class Tests:
     statements: str = ""
 
 
-def read_tests(answer: str) -> Tests:
-    """The tests of a reference answer (see `code_tests`). Raises ValueError for an answer that tests nothing."""
+def read_tests(answer: str, max_output: int = MAX_OUTPUT) -> Tests:
+    """The tests of a reference answer (see `code_tests`). Raises ValueError for an answer that tests nothing, and for
+    tests that no code can pass: they need a package, or more output than `max_output` bytes."""
     needed = 'Python that asserts, or JSON such as {"inputs": ["1 2"], "outputs": ["3"]}'
     try:
         found = json.loads(answer)
@@ -81,6 +85,12 @@ def read_tests(answer: str) -> Tests:
             if isinstance(part, ast.Assert) and isinstance(part.test, ast.Tuple) and part.test.elts:
                 given = f"an assert that is always true, of a tuple, {ast.unparse(part)!r:.200}"
                 raise ValueError(f"given {given}, needed {needed}") from None
+        imports = [part for part in tree.body if isinstance(part, ast.Import | ast.ImportFrom)]
+        modules = [part.module or "." for part in imports if isinstance(part, ast.ImportFrom)]
+        modules += [name.name for part in imports if isinstance(part, ast.Import) for name in part.names]
+        if packages := {name.partition(".")[0] or name for name in modules} - sys.stdlib_module_names:
+            given = f"tests that import {', '.join(sorted(packages))}"
+            raise ValueError(f"given {given}, needed Python's own modules: the sandbox has no packages") from None
         if uncalled := _uncalled(tree):
             kind, call = "function that nothing calls", f"{uncalled.name}(…)"
             if isinstance(uncalled, ast.ClassDef):
@@ -104,6 +114,8 @@ def read_tests(answer: str) -> Tests:
             raise ValueError(f"given the tests {answer!r:.200}, needed {needed}")
     if len(inputs) != len(outputs):
         raise ValueError(f"given {len(inputs)} inputs and {len(outputs)} outputs, needed {needed}: as many of each")
+    if (size := 1 + max(len(output.encode()) for output in outputs)) > max_output:  # with the end of its last line
+        raise ValueError(f"given an output of {size} bytes, needed at most {max_output}, or a larger max_output")
     return Tests(pairs=tuple(zip(inputs, outputs, strict=True)))
 
 
@@ -175,8 +187,14 @@ def _run_at_once(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
             yield from _run_at_once(inner)
 
 
+def readable_tests(call: Call) -> None:
+    """Requirement of `code_tests`: reference answers whose tests code can pass."""
+    most = call.options.get("max_output", MAX_OUTPUT)
+    answers_that(partial(read_tests, max_output=most) if isinstance(most, int) else read_tests)(call)
+
+
 @requires(
-    answers_that(read_tests),
+    readable_tests,
     isolated,
     positive("seconds"),
     count(1, "cpu_seconds", "max_output"),
@@ -190,7 +208,7 @@ def code_tests(
     seconds: float = 10.0,
     cpu_seconds: int = 5,
     memory_mib: int = 512,
-    max_output: int = 64_000,
+    max_output: int = MAX_OUTPUT,
     sandbox: bool = True,
 ) -> float:
     """1.0 if the code of a response passes all tests of the reference answer, else 0.0.
@@ -202,7 +220,8 @@ def code_tests(
     standard error do not count. Only tests in JSON are safe from code that cheats, such as by an object that equals all
     others.
 
-    Each run has the limits of `Limits`; code that exceeds them has failed. `score` runs one row after the other,
+    Each run has the limits of `Limits`; code that exceeds them has failed, as has code that imports an installed
+    package: there are Python's own modules alone. `score` runs one row after the other,
     `remote_score(rollouts, by=code_tests, concurrency=4)` several at once. If bubblewrap does not work, the run is
     refused; sandbox=False runs code without it, with your rights (see `sandbox.py`).
 
@@ -210,7 +229,7 @@ def code_tests(
     code.
     """
     try:
-        tests = read_tests(answer)
+        tests = read_tests(answer, max_output)
     except ValueError as error:
         raise ValueError(f"code_tests: {error}") from None
     code = _code_of(prompt, response)
@@ -276,6 +295,7 @@ def _blocks(text: str) -> list[re.Match[str]]:
 def _run(code: str, limits: Limits, command: Sequence[str], stdin: str = "") -> Answer:
     """Run code. Raises SandboxError if its process does not start: that is not the code's fault."""
     begun = token_hex()
+    limits = replace(limits, max_output=limits.max_output + len(f"{begun}\n"))  # the code's own output counts
     found = run_python(f"print({begun!r}, flush=True)\n{code}\n", limits, command, stdin, errors=False)
     if not found.output.startswith(begun):
         raise SandboxError(f"no start of its process: {found.output!r}", "a machine that can start it in time")

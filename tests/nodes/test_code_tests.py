@@ -250,6 +250,26 @@ def test_tests_that_test_nothing_are_refused(tests: str) -> None:
         graded(ADD, tests)
 
 
+@pytest.mark.parametrize(
+    ("tests", "given"),
+    [
+        ("import numpy as np, math\nassert add(1, 2) == np.int64(3)", "tests that import numpy, needed Python's own"),
+        ("from solution.parts import add\nassert add(1, 2) == 3", "tests that import solution, needed Python's own"),
+        (json.dumps({"inputs": [""], "outputs": ["x" * 64_000]}), "an output of 64001 bytes, needed at most 64000"),
+    ],
+)
+def test_tests_that_no_code_can_pass_are_refused(tests: str, given: str) -> None:
+    """Right code would get a reward of zero."""
+    with pytest.raises(ValueError, match=f"code_tests: given {given}"):
+        graded(ADD, tests)
+
+
+@pytest.mark.parametrize(("size", "options"), [(63_999, {}), (64_000, {"max_output": 64_001})])
+def test_an_output_of_as_many_bytes_as_are_allowed_is_right(size: int, options: dict[str, int]) -> None:
+    tests = json.dumps({"inputs": [""], "outputs": ["x" * size]})
+    assert graded(f"print('x' * {size})", tests, **options) == 1.0
+
+
 def test_a_function_of_tests_is_called() -> None:
     check = "def check(add):\n    def same(a, b):\n        assert a == b\n    same(add(1, 2), 3)\n"
     found = "for name, test in dict(globals()).items():\n    if name == 'check':\n        test(add)"
