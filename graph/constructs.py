@@ -29,12 +29,15 @@ C = TypeVar("C")
 Q = ParamSpec("Q")
 
 
-def broadcast(value: Any, *, lag: int = 0, every: int = 1, precision: Literal["", "int8", "fp8"] = "") -> Weights:
+def broadcast(
+    value: Any, *, lag: int = 0, every: int = 1, precision: Literal["", "int8", "fp8"] | None = ""
+) -> Weights:
     """The weights of a carried value for another pool, at most `lag` updates old: the feedback edge of a program.
 
     Send only every `every`-th version. `every` must be ≤ `lag` + 1. With a `precision` the sender converts matrices to
     eight bits with a scale per row, and the reader computes in that format: int8 on CPUs, fp8 (e4m3) on GPUs.
     """
+    precision = "" if precision is None else precision
     return cast(Weights, recording("broadcast").edge("broadcast", value, lag, every, precision))
 
 

@@ -28,6 +28,7 @@ from penstock.graph.types import (
     Batchable,
     Mean,
     Metrics,
+    Replies,
     Weights,
     uneven,
 )
@@ -193,7 +194,7 @@ class NodeDef(Generic[P, T]):
             names = ", ".join(type(part).__name__ for part in result) if isinstance(result, tuple) else ""
             given = f"tuple[{names}]" if names else type(result).__name__
             raise TypeError(f"{self._returned} {given}, needed {shape.returns}")
-        lacks = [value.lack() for value in values if isinstance(value, AnyRewards | Advantages)]
+        lacks = [value.lack() for value in values if isinstance(value, AnyRewards | Advantages | Replies)]
         # Joined with other groups, the columns would no longer be about the same rows.
         lacks += [uneven(value) for value in values if isinstance(value, Batchable) and self.clock == "group"]
         for lack in lacks:

@@ -438,6 +438,11 @@ class Replies(Batchable):
         """True if all rows are done."""
         return bool(self.done_N.all())
 
+    def lack(self) -> str:
+        """A message if `rewards_N` is not one finite number per row; else ""."""
+        needed = "an array [N], one number per row"
+        return "" if self.rewards_N is None else _lack(self.rewards_N, (1,), "rewards", needed, finite=True)
+
 
 @dataclass
 class Rewards(Batchable):

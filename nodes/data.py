@@ -32,6 +32,7 @@ from penstock.nodes.data_files import (
     DataRow,
     FileProblem,
     Table,
+    called,
     is_on_hub,
     open_table,
     read_demonstration,
@@ -357,7 +358,7 @@ def arithmetic_digits(context: Context) -> int | None:
     name, _, digits = (data or "arithmetic").partition(":")
     if name == "arithmetic":
         if (digits or "3") not in tuple("23456"):
-            raise DataError(f"data: given {data!r}, needed arithmetic:2 to arithmetic:6")
+            raise DataError(f"{called(context)}: given {data!r}, needed arithmetic:2 to arithmetic:6")
         for option in ("data_split", "prompt_field", "answer_field", "row", "system"):
             if given := getattr(context, option):
                 raise DataError(f"--{option.replace('_', '-')}: given {given!r} with arithmetic, needed --data of rows")
@@ -367,7 +368,7 @@ def arithmetic_digits(context: Context) -> int | None:
     close = get_close_matches(name, ["arithmetic"])
     hint = " (did you mean 'arithmetic'?)" if close else ""
     needed = "'arithmetic', a JSONL or parquet file, a directory, or OWNER/NAME of the Hugging Face Hub"
-    raise DataError(f"data: given {data!r}, which is no file; needed {needed}{hint}")
+    raise DataError(f"{called(context)}: given {data!r}, which is no file; needed {needed}{hint}")
 
 
 @lru_cache(maxsize=4)

@@ -228,6 +228,11 @@ def _mapped(rows: Iterable[DataRow], path: str) -> Iterator[DataRow]:
             yield row._replace(fields=fields)
 
 
+def called(context: Context) -> str:
+    """What messages call `context.data`."""
+    return "data of the evaluation" if context.split == "whole" else "data"
+
+
 def open_table(context: Context) -> Table:
     """All rows of what `context.data` and `context.data_split` name. Raises DataError."""
     data, wanted, path = context.data, context.data_split, Path(context.data)
@@ -268,7 +273,7 @@ def open_table(context: Context) -> Table:
             if (same := names.setdefault(_bare(file), file)) != file:
                 raise DataError(f"{data}: given {same.name} and {file.name}, needed one of them: the same rows twice?")
         return Table([row for file in chosen for row in _file_rows(file)], data)
-    return _hub_table(data, wanted, flag)
+    return _hub_table(data, wanted, flag, called(context))
 
 
 def is_on_hub(data: str) -> bool:
@@ -276,7 +281,7 @@ def is_on_hub(data: str) -> bool:
     return bool(_HUB.fullmatch(data)) and not data.endswith(_SUFFIXES)
 
 
-def _hub_table(data: str, wanted: str, flag: str) -> Table:
+def _hub_table(data: str, wanted: str, flag: str, what: str) -> Table:
     match = _HUB.fullmatch(data)
     assert match is not None
     name, config, revision = match["name"], match["config"], match["revision"]
@@ -290,13 +295,13 @@ def _hub_table(data: str, wanted: str, flag: str) -> Table:
         builder.download_and_prepare()
     except Exception as error:  # the library passes on any exception of its clients
         needed = "needed OWNER/NAME[:CONFIG][@REVISION] of the Hugging Face Hub, or a file that is there"
-        raise DataError(f"data: given {data!r}, which cannot be read: {silent or error}; {needed}") from error
+        raise DataError(f"{what}: given {data!r}, which cannot be read: {silent or error}; {needed}") from error
     finally:
         library.config.HF_HUB_OFFLINE = offline
     found = str(builder.hash)
     # If the Hub cannot be reached, the library uses its cache, of any revision.
     if revision and _COMMIT.fullmatch(revision) and found != revision:
-        raise DataError(f"data: given {data!r} and a cache of revision {found}, needed that revision, or the Hub")
+        raise DataError(f"{what}: given {data!r} and a cache of revision {found}, needed that revision, or the Hub")
     split, _ = _chosen(dict(builder.info.splits), wanted, data, flag)
     pinned = f"{name}:{config}@{found}" if config else f"{name}@{found}"
     return Table(_numbered(_undecoded(builder.as_dataset(split=split)), f"{pinned} ({split})"), pinned)

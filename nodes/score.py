@@ -226,10 +226,11 @@ def exact(prompt: str, response: str, answer: str) -> float:
 
 def patterns(call: Call) -> None:
     """Requirement of `regex`: a pattern that `re` compiles."""
+    pattern = call.options.get("pattern", "")  # without one, the call itself is a fault
     try:
-        re.compile(str(call.options["pattern"]))
+        re.compile(str(pattern))
     except re.error as error:
-        raise call.lack(repr(call.options["pattern"]), f"a regular expression: {error}", "pattern") from None
+        raise call.lack(repr(pattern), f"a regular expression: {error}", "pattern") from None
 
 
 @requires(patterns)

@@ -336,7 +336,8 @@ def _config_argv(
 
 
 def _words(flag: str, value: Any, default: Any) -> list[str]:
-    if not isinstance(value, bool):
-        return [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
+    if not (isinstance(value, bool) and isinstance(default, bool)):
+        values = value if isinstance(value, list) else [value]
+        return [f"--{flag}", *(json.dumps(each) if isinstance(each, bool) else str(each) for each in values)]
     # A switch at its default has no word in tyro.
     return [] if value == default else [f"--{flag}" if value else f"--no-{flag}"]

@@ -1,7 +1,7 @@
 """Nodes outside of programs: what a direct call does, and what workers use."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.graph import Context, GraphError, Metrics, NodeDef, Rewards, node
 from penstock.graph.interface import REQUIRED, interface
-from penstock.graph.types import COLUMNS, Advantages, Batchable, TurnRewards
+from penstock.graph.types import COLUMNS, Advantages, Batchable, Replies, TurnRewards
 from tests.graph.programs_for_tests import Engine as Slots
 
 
@@ -233,6 +233,22 @@ def test_a_reward_that_is_no_finite_number_does_not_leave_its_node(bad: str) -> 
     assert made == {"out": rewards}
     with pytest.raises(ValueError, match=f"{__file__}:.* judged returned a reward of {bad} for row 1 of 3, needed a"):
         judged.split((Rewards(torch.tensor([1.0, float(bad), float("nan")])), {}), stateful=False)
+
+
+@node
+def replied(length: Length) -> Replies:
+    return Replies(("", ""), ("user", "user"), torch.ones(2, dtype=torch.bool))
+
+
+def test_rewards_of_an_environment_are_finite_numbers() -> None:
+    replies = replied.fn(3)
+    for rewards, said in (
+        (torch.tensor([1.0, float("nan")]), "a reward of nan for row 1 of 2, needed a finite number"),
+        ([1.0, 0.0], r"rewards of a list, needed an array \[N\]"),
+    ):
+        with pytest.raises(ValueError, match=f"replied returned {said}"):
+            replied.split(replace(replies, rewards_N=rewards), stateful=False)
+    assert replied.split(replies, stateful=False)[1] == {"out": replies}
 
 
 @node

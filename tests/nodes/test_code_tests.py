@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from textwrap import indent
+from typing import Any
 
 import pytest
 
@@ -265,7 +266,7 @@ def test_tests_that_no_code_can_pass_are_refused(tests: str, given: str) -> None
 
 
 @pytest.mark.parametrize(("size", "options"), [(63_999, {}), (64_000, {"max_output": 64_001})])
-def test_an_output_of_as_many_bytes_as_are_allowed_is_right(size: int, options: dict[str, int]) -> None:
+def test_an_output_of_as_many_bytes_as_are_allowed_is_right(size: int, options: dict[str, Any]) -> None:
     tests = json.dumps({"inputs": [""], "outputs": ["x" * size]})
     assert graded(f"print('x' * {size})", tests, **options) == 1.0
 

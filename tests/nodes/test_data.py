@@ -207,8 +207,12 @@ def test_other_fields_of_a_row_and_a_byte_order_mark_do_no_harm(tmp_path: Path) 
     ],
 )
 def test_unknown_data_are_refused(opens: Callable[[Context], object], data: str, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        opens(replace(TRAIN, data=data))
+    for context, what in (
+        (replace(TRAIN, data=data), "data"),
+        (replace(TRAIN, eval_data=data), "data of the evaluation"),
+    ):
+        with pytest.raises(DataError, match=f"^{what}: .*{message}"):
+            opens(context.evaluation() if context.eval_data else context)
 
 
 @pytest.mark.parametrize("opens", [open_prompts, open_pairs])

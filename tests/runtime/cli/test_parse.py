@@ -282,6 +282,8 @@ def test_a_config_file_gives_flags_and_the_command_line_wins(config: Callable[[s
         ("[run]\nupdates = 3", r"c.toml: 'run' is a table, needed a value \(flags are not grouped\)"),
         ("samples = {a = 1}", r"'samples' is a table"),
         ("samples = 2.5", r"c.toml: --samples: given '2.5', needed a whole number$"),
+        ("updates = true", r"c.toml: --updates: given 'true', needed a whole number$"),
+        ("samples = false", r"c.toml: --samples: given 'false', needed a whole number$"),
         ('weights = [1, "many"]', r"c.toml: --weights: given 'many', needed a number$"),
         ("samples = = 3", r"not TOML.*line 1"),
     ],
