@@ -211,10 +211,12 @@ class Tokenizer:
             # transformers passes the last two, too.
             given = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None}
             return _compiled(self.template).render(**given, **self.special)
-        except TemplateError as error:
-            raise TokenizerError(f"chat template: {error}") from error
         except Exception as error:  # a template is a program, which may raise anything
-            raise TokenizerError(f"chat template: {type(error).__name__}: {error}") from error
+            # The message of a template's own error says enough.
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            needed = f"a template that renders messages of {', '.join(roles)}"
+            why = f"{kind}{str(error).rstrip('.')}"
+            raise TokenizerError(f"chat template: given one that fails: {why}, needed {needed}") from error
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens, without special ones."""
@@ -288,7 +290,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more exact
-        raise TokenizerError(f"{path}: cannot be read: {error}") from error
+        needed = "one as save_pretrained writes it: is the download whole?"
+        raise TokenizerError(f"{path}: given a file that cannot be read: {error}, needed {needed}") from error
     # Truncation and padding that the file was saved with are settings of a caller, not the model's.
     backend.no_truncation()
     backend.no_padding()
@@ -357,14 +360,18 @@ def _template(folder: Path, config: dict[str, Any]) -> str | None:
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise TokenizerError(f"{path}: cannot be read: {error}") from error
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = [item for item in template if isinstance(item, dict) and item.get("name") == "default"]
-        template = named[0].get("template") if named else None
+            raise TokenizerError(f"{path}: given a file that cannot be read: {error}, needed text in UTF-8") from error
+    template, where = config.get("chat_template"), folder / "tokenizer_config.json"
+    if isinstance(template, list) and all(isinstance(item, dict) for item in template):
+        named = {str(item.get("name")): item.get("template") or item for item in template}
+        # Without a default, nothing says which of them formats a prompt; transformers raises, too.
+        if "default" not in named:
+            given = f"chat_template with the names {', '.join(named)}" if named else "an empty list as chat_template"
+            raise TokenizerError(f"{where}: given {given}, needed one named default, or a text")
+        template = named["default"]
     if template is not None and not isinstance(template, str):
         needed = "a text, or a list of objects with name and template"
-        raise TokenizerError(f"{folder / 'tokenizer_config.json'}: given chat_template {template!r}, needed {needed}")
+        raise TokenizerError(f"{where}: given chat_template {template!r:.200}, needed {needed}")
     return template
 
 

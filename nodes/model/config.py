@@ -40,7 +40,7 @@ def read_json(path: Path, error: type[ValueError] = ModelError) -> dict[str, Any
     try:
         data = json.loads(path.read_bytes())
     except OSError as fault:
-        raise error(f"{path}: cannot be read: {fault.strerror}") from fault
+        raise error(f"{path}: given what cannot be read: {fault.strerror}, needed a file with a JSON object") from fault
     except ValueError as fault:
         raise error(f"{path}: given something that is not JSON ({fault}), needed a JSON object") from fault
     if not isinstance(data, dict):

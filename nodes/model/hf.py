@@ -272,12 +272,12 @@ def saved_adapters(folder: Path, lora: Lora) -> dict[str, Tensor]:
 def check_names(needed: Mapping[str, Any], given: Mapping[str, Any], where: str) -> None:
     """Raises ModelError unless the names on both sides are the same."""
     if missing := sorted(needed.keys() - given.keys()):
-        raise ModelError(f"{where}: {_listed(missing)} missing; the model needs {len(needed)} tensors")
+        raise ModelError(f"{where}: given no {_listed(missing)}, needed all {len(needed)} tensors of the model")
     # Old checkpoints also have rotary frequencies, which follow from `config.json`.
     extra = sorted(n for n in given.keys() - needed.keys() if not n.endswith("rotary_emb.inv_freq"))
     if extra:
         known = f"the {len(needed)} tensors of a model of this `{CONFIG}` and no other"
-        raise ModelError(f"{where}: {_listed(extra)} not known to this family of models; needed {known}")
+        raise ModelError(f"{where}: given {_listed(extra)}, not known to this family of models; needed {known}")
 
 
 def check_shape(name: str, given: Sequence[int], needed: Tensor, where: str) -> None:
@@ -287,8 +287,7 @@ def check_shape(name: str, given: Sequence[int], needed: Tensor, where: str) -> 
 
 
 def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"{shown} {'is' if len(names) == 1 else 'are'}"
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -300,7 +299,11 @@ def weight_files(folder: Path) -> list[Path]:
         files = read_json(folder / INDEX).get("weight_map")
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
             raise ModelError(f"{folder / INDEX}: given weight_map {files!r:.200}, needed the file of each tensor")
-        return sorted({folder / Path(file).name for file in files.values()})
+        paths = sorted({folder / Path(file).name for file in files.values()})
+        if missing := [path.name for path in paths if not path.exists()]:
+            needed = f"all files that {INDEX} names: is the download whole?"
+            raise ModelError(f"{folder}: given no {_listed(missing)}, needed {needed}")
+        return paths
     found = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".safetensors", ".gguf"))
     given = f"given {', '.join(found)}" if found else "given no weights"
     raise ModelError(f"{folder}: {given}, needed {WEIGHTS} or {INDEX}")
@@ -316,7 +319,8 @@ def _pieces(paths: Sequence[Path]) -> dict[str, Any]:
         except (OSError, SafetensorError) as error:
             if path.is_file() and path.open("rb").read(len(LFS)) == LFS:
                 raise ModelError(f"{path}: given a pointer of Git LFS, needed the file: git lfs pull") from None
-            raise ModelError(f"{path}: cannot be read: {error}") from error
+            needed = "a whole safetensors file: is the download whole?"
+            raise ModelError(f"{path}: given a file that cannot be read: {error}, needed {needed}") from error
         pieces |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
     return pieces
 

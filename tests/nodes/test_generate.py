@@ -481,7 +481,7 @@ NAME = "model.layers.0.mlp.up_proj.weight"
     [
         ({NAME: torch.zeros(3, 32)}, rf"weights of version 4: {NAME}: given shape \[3, 32\], needed \[40, 32\]"),
         ({NAME: torch.zeros(40, 32).bfloat16()}, r"given dtype torch\.bfloat16, needed torch\.float32"),
-        ({NAME: None}, rf"{NAME} is missing"),
+        ({NAME: None}, rf"given no {NAME}, needed all"),
         ({NAME: torch.full((40, 32), torch.nan)}, "weights of version 4 give probabilities that are not numbers"),
     ],
 )

@@ -281,12 +281,15 @@ def test_what_a_config_says_wrongly_is_named_with_its_file(
     ("text", "said"),
     [
         (None, "given no such file, needed a model's directory"),
+        ("a directory", "given what cannot be read: Is a directory, needed a file with a JSON object"),
         ("{", r"given something that is not JSON \(.*line 1.*needed a JSON"),
         ("[]", "given JSON of a list, needed an object"),
     ],
 )
 def test_a_config_is_a_json_object(tmp_path: Path, text: str | None, said: str) -> None:
-    if text is not None:
+    if text == "a directory":
+        (tmp_path / "config.json").mkdir()
+    elif text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match=rf"config\.json: {said}"):
         read_config(tmp_path)
@@ -345,17 +348,21 @@ def without_shard(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("breaks", "said"),
     [
-        (changed(**{NORM: None}), r"model\.norm\.weight is missing; the model needs 20 tensors"),
+        (changed(**{NORM: None}), r"given no model\.norm\.weight, needed all 20 tensors"),
         (
             changed(**{KEYS: torch.zeros(8, 32)}),
             rf"{KEYS}: given shape \[8, 32\], needed \[16, 32\]",
         ),
-        (changed(**{"model.bias": torch.zeros(32)}), r"model\.bias is not known .*; needed the \d+ tensors of"),
+        (changed(**{"model.bias": torch.zeros(32)}), r"given model\.bias, not known .*; needed the \d+ tensors of"),
         (changed(**{NORM: torch.full((32,), torch.nan)}), rf"{NORM}: given NaN or infinity"),
         (changed(**{KEYS: torch.ones(16, 32, dtype=torch.int8)}), rf"{KEYS}: given numbers of I8, needed one of F64"),
         (lambda folder: (folder / WEIGHTS).rename(folder / "x.bin"), r"given x\.bin, needed model\.safetensors"),
         (lambda folder: (folder / WEIGHTS).unlink(), r"given no weights, needed model\.safetensors"),
-        (lambda folder: (folder / WEIGHTS).write_bytes(b"none"), r"model\.safetensors: cannot be read"),
+        (lambda folder: (folder / WEIGHTS).write_bytes(b""), "cannot be read: .*, needed a whole safetensors file"),
+        (
+            lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-1]),
+            r"model\.safetensors: given a file that cannot be read: .*, needed a whole safetensors file: is",
+        ),
         (
             lambda folder: (folder / WEIGHTS).write_bytes(
                 b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"
@@ -364,7 +371,7 @@ def without_shard(folder: Path) -> None:
         ),
         (indexed("{}"), "given weight_map None, needed the file of each tensor"),
         (indexed('{"weight_map": {"a": 1}}'), "given weight_map .*, needed the file"),
-        (without_shard, "cannot be read"),
+        (without_shard, r"given no model-00002-of-\d+\.safetensors, needed all files that .*\.index\.json names"),
     ],
 )
 def test_a_directory_that_is_not_the_models_is_refused(
@@ -578,6 +585,24 @@ def test_a_chat_template_gives_the_same_prompt_as_transformers(tmp_path: Path, p
     assert tokenizer.encode_prompt("what is").count(0) == 1
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("tool_use", "rag"), "given chat_template with the names tool_use, rag, needed one named default, or a text"),
+        ((), "given an empty list as chat_template, needed one named default"),
+    ],
+)
+def test_templates_without_a_default_are_refused_as_transformers_does(
+    tmp_path: Path, names: tuple[str, ...], said: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = words_folder(tmp_path, chat_template=[{"name": name, "template": TEMPLATE} for name in names])
+    with pytest.raises(TokenizerError, match=rf"tokenizer_config\.json: {said}"):
+        load_tokenizer(folder)
+    with pytest.raises(ValueError, match="template"):
+        transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template([{"role": "user", "content": "what"}])
+
+
 def test_a_template_may_mark_what_the_assistant_says_and_ask_for_tools(tmp_path: Path) -> None:
     """The marks are for training on demonstrations, which uses only the marked text."""
     transformers = pytest.importorskip("transformers")
@@ -607,14 +632,14 @@ def test_how_a_tokenizer_was_used_when_it_was_saved_changes_no_prompt(tmp_path: 
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (b"{% for m in messages %}", "chat template: Unexpected end of template"),
-        (b"{{ foo.bar }}", "chat template: 'foo' is undefined"),
+        (b"{% for m in messages %}", "chat template: given one that fails: Unexpected end of template"),
+        (b"{{ foo.bar }}", "one that fails: 'foo' is undefined, needed a template that renders messages of user"),
         (b"{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template"),  # which could do harm
-        (b"{{ raise_exception('only system messages') }}", "only system messages"),
-        (b"{{ 1 + messages[0].content }}", "chat template: TypeError: unsupported operand"),
-        (b"{% for i in range(10 ** 9) %}x{% endfor %}", "chat template: OverflowError: Range too big"),
+        (b"{{ raise_exception('only system messages') }}", "only system messages, needed a template that renders"),
+        (b"{{ 1 + messages[0].content }}", "fails: TypeError: unsupported operand.*, needed a template that renders"),
+        (b"{% for i in range(10 ** 9) %}x{% endfor %}", "fails: OverflowError: Range too big.*, needed a template"),
         (b"hello", "given 'hello' for every question, needed the question in it"),
-        (b"\xff\xfe", r"chat_template\.jinja: cannot be read: 'utf-8' codec"),
+        (b"\xff\xfe", r"chat_template\.jinja: given a file that cannot be read: 'utf-8' codec.*, needed text in UTF-8"),
     ],
 )
 def test_a_template_that_cannot_say_a_question_is_refused_with_its_directory(
@@ -631,7 +656,7 @@ def test_a_directory_without_a_tokenizer_that_can_be_read_is_refused(tmp_path: P
     for name, said in (
         ("config.json", r"given no file of a tokenizer, needed tokenizer\.json"),
         ("tokenizer.model", r"given tokenizer\.model, needed tokenizer\.json"),
-        ("tokenizer.json", r"tokenizer\.json: cannot be read"),
+        ("tokenizer.json", r"tokenizer\.json: given a file that cannot be read: .*, needed one as save_pretrained"),
     ):
         (tmp_path / name).write_text("{")
         with pytest.raises(TokenizerError, match=said):
@@ -649,6 +674,12 @@ def test_a_directory_without_a_tokenizer_that_can_be_read_is_refused(tmp_path: P
         ("config.json", '{"vocab_size": 999, "eos_token_id": [2, 900]}', "given eos_token_id 900.*of another model?"),
         ("config.json", '{"vocab_size": 3, "eos_token_id": 0}', "given token 4, needed tokens below 3, the vocab"),
         ("tokenizer_config.json", '{"eos_token": "a", "chat_template": 5}', "given chat_template 5, needed a text"),
+        ("tokenizer_config.json", '{"eos_token": "a", "chat_template": ["x"]}', r"chat_template \['x'\], needed a"),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": "a", "chat_template": [{"name": "default"}]}',
+            r"given chat_template \{'name': 'default'\}, needed a text, or a list of objects with name and template",
+        ),
     ],
 )
 def test_what_a_tokenizers_files_say_wrongly_is_named(tmp_path: Path, file: str, text: str, said: str) -> None:

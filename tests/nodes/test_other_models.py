@@ -564,5 +564,5 @@ def test_a_model_of_another_maker_is_refused(call: Callable[[], Any], needed: st
 def test_the_state_of_another_average_is_refused() -> None:
     tensors, facts = average().state()
     kept = {name: tensor for name, tensor in tensors.items() if name != "master.lm_head.weight"}
-    with pytest.raises(ModelError, match=r"state of the average: master\.lm_head\.weight is missing"):
+    with pytest.raises(ModelError, match=r"state of the average: given no master\.lm_head\.weight, needed all"):
         average().restore(kept, facts)
