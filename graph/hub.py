@@ -53,6 +53,16 @@ def model_folder(given: str, *, weights: bool = True) -> str:
         raise HubError(f"given the model {given!r}, which is no directory here; needed {needed}: {why}") from error
 
 
+def at_revision(name: str, revision: object) -> str:
+    """The name of a model at a revision, as adapters name their base. A directory has no revisions: it stays as it is,
+    and so does a name without one. Raises HubError for a revision that is no text."""
+    if revision is None or Path(name).exists() or not _NAME.fullmatch(name):
+        return name
+    if not isinstance(revision, str) or not _NAME.fullmatch(said := f"{name.partition('@')[0]}@{revision}"):
+        raise HubError(f"given the revision {revision!r} of {name}, needed a commit, a branch or a tag")
+    return said
+
+
 def unreachable(kind: Literal["model", "dataset"], name: str, revision: str | None) -> str:
     """Why the Hub does not answer about a name within HF_HUB_ETAG_TIMEOUT (5 s by default); "" if it answers anything.
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.graph.hub import HubError, model_folder
+from penstock.graph.hub import HubError, at_revision, model_folder
 from penstock.host import private_folder
 from penstock.nodes.model.config import ModelConfig, ModelError, read_json
 from penstock.nodes.model.decoder import CausalLM, Decoder, Scorer
@@ -84,11 +84,12 @@ def read_adapters(folder: str | Path) -> tuple[Path, Lora | None]:
         if base == "":
             drawn = "adapters of a model that no directory has, since it was drawn from the seed (--model new)"
             raise ModelError(f"given {drawn}; needed those of a run with --model DIR")
-        if not isinstance(base, str) or not (_folder(base) / CONFIG).is_file():
+        found = _folder(at_revision(base, data.get("revision"))) if isinstance(base, str) else None
+        if found is None or not (found / CONFIG).is_file():
             needed = f"the directory of the model that the adapters are of, with a {CONFIG}"
             raise ModelError(f"given base_model_name_or_path {base!r}, needed {needed}")
-        return _folder(base), Lora.from_json(data)
-    except ModelError as error:
+        return found, Lora.from_json(data)
+    except (HubError, ModelError) as error:
         raise ModelError(f"{path}: {error}") from error
 
 

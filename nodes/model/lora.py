@@ -26,9 +26,10 @@ TARGETS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 # The suffixes of the names of an adapter's two matrices.
 A, B = "lora_A.weight", "lora_B.weight"
 
-# Settings in peft's file that do not change what existing adapters compute, and settings that have one value here.
+# Settings in peft's file that do not change what existing adapters compute (or that say of which base they are), and
+# settings that have one value here.
 _IDLE = {
-    *("auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "inference_mode", "lora_dropout"),
+    *("auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "lora_dropout"),
     *("loftq_config", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision"),
     *("runtime_config", "task_type", "ensure_weight_tying"),
 }

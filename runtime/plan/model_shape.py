@@ -15,7 +15,7 @@ from typing import Annotated, Self
 
 from pydantic import Field
 
-from penstock.graph.hub import HubError, model_folder
+from penstock.graph.hub import HubError, at_revision, model_folder
 from penstock.graph.protocols import Axes, stage_of_layer
 from penstock.runtime.cluster.cluster import nearest
 from penstock.runtime.record.typed_json import parse_json
@@ -266,7 +266,8 @@ def read_shape(given: str) -> Shape:
     if (adapters := path / "adapter_config.json").is_file():
         try:
             said = parse_json(adapters.read_bytes(), str(adapters))
-            base, targets = str(said["base_model_name_or_path"]), said["target_modules"]
+            base = at_revision(str(said["base_model_name_or_path"]), said.get("revision"))
+            targets = said["target_modules"]
             named = () if targets == "all-linear" else {str(name).rpartition(".")[2] for name in targets}
             return read_shape(base).with_lora(int(said["r"]), tuple(named))
         except (OSError, KeyError, TypeError, ValueError) as error:

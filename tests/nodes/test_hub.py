@@ -1,5 +1,6 @@
 """A model's name on the Hub stands for its directory in the cache; a model that cannot be had is an error at once."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 
 from penstock.graph.hub import HubError, model_folder
 from penstock.nodes.model import CausalLM, ModelError, load_model, read_config
+from penstock.nodes.model.hf import read_adapters
 from penstock.nodes.open_model import directory_spec
 from penstock.nodes.policy import make_policy
 from penstock.runtime.cli.flags import RunFlags
@@ -71,6 +73,36 @@ def test_a_name_that_cannot_be_had_is_said_with_what_is_needed(name: str) -> Non
     for given in ("some/other-model", f"{name}@v2", f"/other/models--some--none/snapshots/{COMMIT}"):
         for error, read in ((HubError, model_folder), (ModelError, read_config), (ShapeError, read_shape)):
             with pytest.raises(error, match=rf"{given}.*needed a model's directory, or a name of the Hugging Face Hub"):
+                read(given)
+
+
+def test_adapters_of_a_name_are_of_the_revision_that_they_name(name: str, tmp_path: Path) -> None:
+    export(make_policy(replace(CONTEXT, model=name, lora=2)), tmp_path / "adapters")
+    file, first = tmp_path / "adapters" / "adapter_config.json", Path(model_folder(name))
+    facts = json.loads(file.read_text())
+    newer = first.with_name(COMMIT[::-1])
+    save(model(2, config=replace(CONFIG, intermediate_size=48)), newer)
+    (newer.parents[1] / "refs" / "main").write_text(newer.name)
+    model_folder.cache_clear()
+
+    def name_base(base: str, revision: object) -> str:
+        file.write_text(json.dumps({**facts, "base_model_name_or_path": base, "revision": revision}))
+        return str(file.parent)
+
+    for base, revision, found in (
+        (name, None, newer),
+        (name, COMMIT, first),
+        (f"{name}@main", COMMIT, first),
+        # As in peft: a directory has no revisions.
+        (str(first), "v2", first),
+    ):
+        given = name_base(base, revision)
+        assert read_adapters(given)[0].samefile(found)
+        assert read_shape(given).inner == read_config(found).intermediate_size
+    for other, said in (("v2", rf"{name}@v2.*needed"), (3, f"given the revision 3 of {name}, needed a commit")):
+        given = name_base(name, other)
+        for error, read in ((ModelError, read_config), (ShapeError, read_shape)):
+            with pytest.raises(error, match=rf"adapter_config\.json: .*{said}"):
                 read(given)
 
 

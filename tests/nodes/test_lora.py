@@ -288,6 +288,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         (lambda key=key, value=value: Lora.from_json({"target_modules": ["q_proj"], key: value}), key)
         for key, value in {
             "use_dora": True,
+            "corda_config": {"corda_method": "kpm"},
             "use_rslora": True,
             "modules_to_save": ["lm_head"],
             "bias": "all",
