@@ -255,10 +255,16 @@ class Opens(NamedTuple):
     lm_head: bool
     base: bool
     lora: bool
+    config: Callable[[Mapping[str, Any]], Any] | None
 
 
 def opens(
-    spec: Callable[[Context], Any], *, lm_head: bool = True, base: bool = False, lora: bool = False
+    spec: Callable[[Context], Any],
+    *,
+    lm_head: bool = True,
+    base: bool = False,
+    lora: bool = False,
+    config: Callable[[Mapping[str, Any]], Any] | None = None,
 ) -> Callable[[M], M]:
     """Declare which model a maker opens: `spec(context)` returns what is known of it before any weights are read.
 
@@ -269,14 +275,15 @@ def opens(
 
     `lm_head` is False for a model whose head gives a number. `base`: the maker opens the run's own model, and a run
     without `--model` begins with the base model, which is built for it. `lora`: with `--lora` the model has adapters,
-    and only these are trained and sent.
+    and only these are trained and sent. `config`, called with the content of a `config.json`, raises ValueError for a
+    model that the maker cannot open: `penstock plan` knows so of what a run cannot have, without weights or tokenizer.
 
         @opens(judge_spec)
         def open_judge(context: Context) -> Carried: ...
     """
 
     def mark(made: M) -> M:
-        made.opens = Opens(spec, lm_head, base, lora)  # type: ignore[attr-defined]
+        made.opens = Opens(spec, lm_head, base, lora, config)  # type: ignore[attr-defined]
         return made
 
     return mark

@@ -8,7 +8,7 @@ from penstock.graph.context import Context
 from penstock.graph.protocols import Carried
 from penstock.graph.types import FrozenModel, LoraPolicy, Policy, Reference, Rollouts
 from penstock.nodes.learn.batching import MicroBatches
-from penstock.nodes.model import CausalLM, ModelError
+from penstock.nodes.model import CausalLM, ModelConfig, ModelError
 from penstock.nodes.open_model import (
     ModelSpec,
     lora_of,
@@ -75,21 +75,26 @@ def open_learning(context: Context, rank: int = 0) -> tuple[CausalLM, Tokenizer]
     return open_model(CausalLM, context, "float32" if lora is None else context.dtype, lora)
 
 
-@opens(policy_spec, base=True, lora=True)
+@opens(policy_spec, base=True, lora=True, config=ModelConfig.from_json)
 @requires(require_policy)
 def make_policy(context: Context) -> Carried:
     """The policy of `context.model`, or a small new one, with an optimizer that has not stepped yet."""
     return LanguagePolicy(*open_learning(context), context)
 
 
-@opens(lambda context: run_spec(context, lora_of(context, LoraPolicy.rank)), base=True, lora=True)
+@opens(
+    lambda context: run_spec(context, lora_of(context, LoraPolicy.rank)),
+    base=True,
+    lora=True,
+    config=ModelConfig.from_json,
+)
 @requires(lambda context: require_policy(context, LoraPolicy.rank))
 def make_lora_policy(context: Context) -> Carried:
     """The same, with adapters of rank `LoraPolicy.rank` unless flags or options of the program give another one."""
     return LanguagePolicy(*open_learning(context, LoraPolicy.rank), context)
 
 
-@opens(run_spec, base=True)
+@opens(run_spec, base=True, config=ModelConfig.from_json)
 @requires(require_model(CausalLM))
 def make_reference(context: Context) -> Carried:
     """The same model, frozen, in the run's dtype."""

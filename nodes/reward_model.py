@@ -28,7 +28,7 @@ from penstock.nodes.learn.losses import segment_lengths
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
 from penstock.nodes.learn.sft import rollouts_of
 from penstock.nodes.learn.update import Forward
-from penstock.nodes.model import ModelError, Scorer, load_model
+from penstock.nodes.model import ModelConfig, ModelError, Scorer, load_model
 from penstock.nodes.open_model import (
     ModelSpec,
     directory_spec,
@@ -190,7 +190,7 @@ def open_reward_model(context: Context) -> Carried:
     return FrozenRewardModel(model, load_tokenizer(folder), context)
 
 
-@opens(run_spec, lm_head=False, base=True)
+@opens(run_spec, lm_head=False, base=True, config=ModelConfig.from_json)
 @requires(require_model(Scorer))
 def make_preference_model(context: Context) -> Carried:
     """A reward model on the decoder of `context.model`, whose head is zero: it has no preference yet."""

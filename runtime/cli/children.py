@@ -55,6 +55,7 @@ from penstock.runtime.control.signals import (
 )
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.typed_json import parse_json
 
 # The form of makers' errors about missing requirements.
 LACK = re.compile(r"(?P<place>.*?: )??given (?P<given>.+?)[,;] needed (?P<needed>.+)", re.DOTALL)
@@ -130,7 +131,7 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
         options, flags, typed, plan = parse(program, verb, name, argv)
     except GraphError as error:
         raise CommandError(str(error)) from None
-    base = False
+    base, refused = False, None
     with kept_here(), told_once(verb):
         graphs, faults = _trace(program, options, flags)
         made = list(graphs.values())
@@ -157,6 +158,8 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
         if here and not faults:
             makers = (opened(argument.maker) for graph in made for argument in graph.carried)
             base = any(maker is not None and maker.base for maker in makers)
+        if verb == "plan" and not faults:
+            refused = model_refusal(made, flags.model)
     return {
         "name": program.name,
         "path": program.path,
@@ -165,10 +168,38 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
         "plan": None if plan is None else plan.to_json(),
         "faults": [dataclasses.asdict(fault) for fault in sorted(dict.fromkeys(faults), key=by_place)],
         "base": base,
+        "refused": dataclasses.asdict(refused) if refused else None,
         "gpus": gpus(),
         "code": own_files({name: module for name, module in [*sys.modules.items()] if name not in before}),
         **{key: graph.to_json() for key, graph in graphs.items() if not faults or _is_read(graph)},
     }
+
+
+def model_refusal(graphs: Sequence[Graph], model: str) -> Fault | None:
+    """Why no run of these graphs can have the model of a directory, by its `config.json`. None for a name, whose file
+    may have to be downloaded first, and for a file that cannot be read, which the parent reports."""
+    # As `read_shape` does: the names come first, and for adapters their base counts.
+    from penstock.runtime.plan.model_shape import SHAPES
+
+    makers = [opened(argument.maker) for graph in graphs for argument in graph.carried]
+    readers = [maker.config for maker in makers if maker is not None and maker.base and maker.config is not None]
+    if model in SHAPES or not Path(model).exists() or not readers:
+        return None
+    try:
+        path = Path(model)
+        if (adapters := path / "adapter_config.json").is_file():
+            path = Path(parse_json(adapters.read_bytes(), model)["base_model_name_or_path"])
+        data = parse_json((path / "config.json" if path.is_dir() else path).read_bytes(), model)
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+    try:
+        for reader in readers if isinstance(data, dict) else ():
+            reader(data)
+    except ValueError as error:
+        lack = LACK.fullmatch(str(error))
+        given, needed = lack.group("given", "needed") if lack else (str(error), "a model that a run can have")
+        return Fault("model-kind", "the model", given, needed)
+    return None
 
 
 def _is_read(graph: Graph) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from textwrap import wrap
 
+from penstock.graph.errors import Fault
 from penstock.graph.hub import model_folder
 from penstock.graph.ir import Graph
 from penstock.host import cache_folder
@@ -35,7 +36,7 @@ from penstock.runtime.record.folder import absolute, write_atomic
 def main(argv: Sequence[str]) -> int:
     # numpy and pydantic take a second to import: do so while the child imports torch.
     traced = trace_program("plan", argv, ("penstock.runtime.plan.planner",))
-    found = search(traced.sound(), traced.flags, traced.flags.batch)
+    found = search(traced.sound(), traced.flags, traced.flags.batch, traced.refused)
     if traced.flags.out:
         data = {**found.to_json(), RUN: run_of(found, traced).to_json()}
         write_atomic(Path(traced.flags.out), json.dumps(data).encode(), "--out FILE")
@@ -43,9 +44,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def search(graph: Graph, flags: Planning, batch: int) -> Planned:
-    """Make the plan that the flags ask for. Raises CommandError for flags that cannot be understood, PlanError if there
-    is no plan."""
+def search(graph: Graph, flags: Planning, batch: int, refused: Fault | None = None) -> Planned:
+    """Make the plan that the flags ask for; `refused` says why no run can have the model. Raises CommandError for flags
+    that cannot be understood, PlanError if there is no plan."""
     for name, example in (("cluster", "32x8xH100 or a file"), ("model", "llama-70b or a model directory")):
         if not getattr(flags, name):
             raise CommandError(f"--{name}: given nothing, needed such as {example}")
@@ -63,7 +64,7 @@ def search(graph: Graph, flags: Planning, batch: int) -> Planned:
     with uncollected():
         return plan(
             graph, cluster, work, slots=flags.slots, meshes=meshes, generator_precision=flags.generator_precision,
-            confidence=confidence, time_limit=flags.time_limit,
+            confidence=confidence, time_limit=flags.time_limit, refused=refused,
         )  # fmt: skip
 
 

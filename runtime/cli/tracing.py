@@ -69,6 +69,7 @@ class Traced:
     base: a run without `--model` begins with the base model (a maker says so, see `opens`).
     typed: the words of each flag that the user gives, by name.
     plan: the plan of --plan, which is read once.
+    refused: for `plan`, why no run can have the model.
     gpus: the GPUs that the child's torch sees on this machine.
     code: the user's own files that were imported for the program.
     """
@@ -82,6 +83,7 @@ class Traced:
     base: bool = False
     typed: "Mapping[str, Sequence[str]]" = field(default_factory=dict)
     plan: "RunPlan | None" = None
+    refused: "Fault | None" = None
     gpus: "tuple[SeenGpu, ...]" = ()
     code: "tuple[str, ...]" = ()
 
@@ -127,6 +129,8 @@ def trace_program(
     graphs = {key: Graph.from_json(found[key]) if key in found else None for key in ("graph", "evaluation")}
     faults = tuple(Fault(**fault) for fault in found.pop("faults"))
     gpus, code = tuple(SeenGpu(*gpu) for gpu in found.pop("gpus")), tuple(found.pop("code"))
+    if found["refused"] is not None:
+        found["refused"] = Fault(**found["refused"])
     if found["plan"] is not None:
         from penstock.runtime.plan.run_plan import RunPlan  # with numpy and the cost model
 

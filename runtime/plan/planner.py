@@ -83,7 +83,7 @@ class Alternative:
 @dataclass(frozen=True)
 class Planned:
     """The result; `outcome.best` is not None. `unfollowed` are the pools with a model that the cluster file puts on
-    certain hosts: plans do not follow that."""
+    certain hosts: plans do not follow that. `refused` is why no run can have the model, unless its shape says it."""
 
     roles: Roles
     work: Workload
@@ -96,6 +96,7 @@ class Planned:
     confidence: Confidence = NOT_CALIBRATED
     pins: Pins = field(default_factory=Pins)
     unfollowed: tuple[str, ...] = ()
+    refused: Fault | None = None
 
     @property
     def optimal(self) -> bool:
@@ -143,7 +144,7 @@ class Planned:
         trainers = (self.best.training.trainer, *(reading.trainer for reading in self.best.readings))
         shared = max(trainer.cp for trainer in trainers)
         found = (
-            model_lack(self.work.shape),
+            model_lack(self.work.shape) or self.refused,
             precision_lack("generator", self.best.generating.generator.precision),
             axis_lack("trainer", (("cp", shared),)),
         )
@@ -200,10 +201,11 @@ def plan(
     generator_precision: Precision | Literal[""] = "",
     confidence: Confidence = NOT_CALIBRATED,
     time_limit: float = 120.0,
+    refused: Fault | None = None,
 ) -> Planned:
     """Find the best plan. `pins` are given in addition to `meshes`; `generator_precision` is that of a broadcast that
-    names none, and "" is bf16. Raises PlanError for a program that plans do not cover, and, with numbers, for a
-    workload that fits nowhere."""
+    names none, and "" is bf16; `refused` says why no run can have the model. Raises PlanError for a program that plans
+    do not cover, and, with numbers, for a workload that fits nowhere."""
     began, roles, found = time.monotonic(), roles_of(graph), node_groups(cluster)
     sent = graph[roles.cycle[1]]
     precision = cast(Precision, sent.precision or generator_precision or "bf16")
@@ -219,7 +221,7 @@ def plan(
         LayoutCandidates(work, roles.lag, slots, pinned, roles.models, precision, resorts)
         for resorts in RESORTS
         # For a model that runs can have, use only features that runs can have.
-        if (not resorts.cp or model_lack(work.shape)) and pinned.host_state in (None, resorts.host_state)
+        if (not resorts.cp or model_lack(work.shape) or refused) and pinned.host_state in (None, resorts.host_state)
     ]
     check_pins(roles, every[1], found)
     for candidates in every:
@@ -238,8 +240,9 @@ def plan(
     total, taken = sum(nodes.gpus for nodes in found), time.monotonic() - began
     placed = tuple(pool for pool in (roles.trainer, roles.generator, *roles.beside) if pool in cluster.pools)
     return Planned(
-        roles, work, roles.lag, total, outcome.best, outcome, (second, *others), taken, confidence, pinned, placed
-    )
+        roles, work, roles.lag, total, outcome.best, outcome, (second, *others), taken, confidence, pinned, placed,
+        refused,
+    )  # fmt: skip
 
 
 def _searched(

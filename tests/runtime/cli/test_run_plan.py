@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.nodes.model import CausalLM, ModelConfig, save_model
+from penstock.nodes.model import CausalLM, ModelConfig, ModelError, read_config, save_model
 from penstock.nodes.tokenizer import byte_tokenizer
 from penstock.runtime.cli import children
 from penstock.runtime.cluster.cluster import SeenGpu
@@ -104,6 +104,35 @@ def planned(say: Say, home: Path) -> Path:
 
 def codes(text: str) -> list[str]:
     return re.findall(r"\[([a-z]+(?:-[a-z]+)+)\]", text)
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "needed"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'", "'silu', or nothing"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'", "one of: default, linear"),
+    ],
+)
+def test_a_model_that_a_run_refuses_is_planned_as_a_what_if_which_out_refuses(
+    say: Say, refuse: Refuse, home: Path, change: dict[str, Any], given: str, needed: str
+) -> None:
+    # A plan needs no weights and no tokenizer.
+    facts = json.loads((home / "m" / "config.json").read_text())
+    (home / "other").mkdir()
+    (home / "other" / "config.json").write_text(json.dumps({**facts, "rope_parameters": None, **change}))
+    (home / "adapters").mkdir()
+    adapters = {"base_model_name_or_path": str(home / "other"), "r": 2, "target_modules": ["q_proj"]}
+    (home / "adapters" / "adapter_config.json").write_text(json.dumps(adapters))
+    for model in ("other", "other/config.json", "adapters"):
+        words = ("plan", "aipo", "--cluster", "gpus.toml", *PLAN[:-1], model)
+        said = " ".join(say(*words).split())
+        assert f"what if a run could have {given}: it needs {needed}" in said
+        status, said = refuse(*words, "--out", "p.json")
+        assert (status, codes(said)) == (2, ["model-kind"])
+        assert f"given {given} needed {needed}" in said
+    assert not (home / "p.json").exists()
+    with pytest.raises(ModelError, match=f"given {given}, needed {needed}"):
+        read_config("other")  # as a run does
 
 
 @pytest.mark.slow
