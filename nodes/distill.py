@@ -13,7 +13,8 @@ from torch import Tensor
 
 from penstock.graph import node, opens, requires
 from penstock.graph.context import Context
-from penstock.graph.protocols import STAGE, Carried
+from penstock.graph.protocols import STAGE, TENSOR, Carried
+from penstock.graph.requires import Call, opened
 from penstock.graph.types import (
     AnyPolicy,
     Logprobs,
@@ -31,6 +32,7 @@ from penstock.nodes.learn.losses import reads, reverse_kl
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
 from penstock.nodes.model import CausalLM, ModelError
 from penstock.nodes.open_model import ModelSpec, directory_spec, open_frozen_model, reads_tokens, run_spec
+from penstock.nodes.parallel.mesh import Ranks
 from penstock.nodes.policy import LanguageModel, language_model, language_policy
 from penstock.nodes.tokenizer import Tokenizer
 from penstock.nodes.trainable import Frozen
@@ -100,6 +102,28 @@ def distillation_advantage(rollouts: Rollouts, teacher: Logprobs) -> tuple[Token
     return TokenAdvantages(advantages_NT), {"teacher_kl": Mean.of((-advantages_NT[mask_NT]).tolist())}
 
 
+def whole_distributions(call: Call) -> None:
+    """Requirement of `distill_update`: a mesh on which each rank has both distributions, by equal parts. Checked for a
+    run only. Raises GraphError."""
+    if call.context is None:
+        return
+    ranks = Ranks(call.context.mesh)
+    # A loss is called on the last stage only, which does not have the teacher's first layers.
+    if ranks.size(STAGE) > 1:
+        raise call.lack(f"a mesh of {ranks}", f"one without stages ({STAGE})", code="mesh-cut")
+    sizes = []
+    for name in ("policy", "teacher") if ranks.size(TENSOR) > 1 else ():
+        argument = call.carried(name)
+        made = None if argument is None else opened(argument.maker)
+        spec = None if argument is None or made is None else made.spec(call.view.contexts[argument.name])
+        sizes += [spec.config.vocab_size] if isinstance(spec, ModelSpec) else []
+    # Each rank would have other words of the one than of the other.
+    if len(set(sizes)) > 1:
+        given = f"a policy of vocab_size {sizes[0]} and a teacher of {sizes[1]}, over a mesh of {ranks}"
+        raise call.lack(given, f"equal sizes, or a mesh without {TENSOR}", code="mesh-cut")
+
+
+@requires(whole_distributions)
 @reads_tokens
 @node(pool="trainer", clock="update")
 @update_options()
@@ -117,21 +141,23 @@ def distill_update(
     temperature (Hinton et al. 2015, arXiv 1503.02531, section 2, without the factor T²), so that the divergence is 0 if
     the student has its teacher's logits. Policy and teacher are in one pool, and memory grows with the tokens of a
     micro-batch times the vocabulary.
+
+    Models of one tokenizer may have more rows than it has tokens, and not equally many. Rows that only one of the two
+    has are padding: they are left out, and both distributions are normalised over the others.
     """
     learner, guide = language_policy(policy), language_model(teacher)
-    # A loss is called on the last stage only, which does not have the teacher's first layers.
-    if learner.ranks.size(STAGE) > 1:
-        raise ValueError(f"distill_update: given a mesh of {learner.ranks}, needed one without stages ({STAGE})")
+    sizes = {each.config.vocab_size for each in (learner.model, guide.model)}
+    words = min(sizes) if len(sizes) > 1 else None
 
     def loss(model: CausalLM, packed: Packed) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            teacher_PW = packed_distributions(guide.model, packed)
+            teacher_PW = packed_distributions(guide.model, packed, words)
         # Student and teacher are sharded over the same ranks: each rank has the same words of both.
-        total = model.vocab.sum(reverse_kl(packed_distributions(model, packed), teacher_PW).sum())
+        total = model.vocab.sum(reverse_kl(packed_distributions(model, packed, words), teacher_PW).sum())
         return total, total.detach()
 
     tokens = int(sampled_lengths(rollouts).sum())
-    items = learner.pack(rollouts, options["micro_tokens"])
+    items = learner.pack(rollouts, options["micro_tokens"], readers=[guide])
     sums, metrics = learner.step(items, loss, options, lr=lr, normaliser=tokens)
     mean = float(torch.stack(sums).sum()) / tokens
     return policy, {"loss": mean, "teacher_kl": mean, "tokens": float(tokens), **metrics}

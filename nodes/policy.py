@@ -1,7 +1,8 @@
 """A language model as a carried value: the policy that learns, or one that never changes."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from penstock.graph import opens, requires
 from penstock.graph.context import Context
@@ -24,7 +25,14 @@ from penstock.nodes.trainable import Frozen, Learner, SequenceModel, expect
 class LanguageModel(SequenceModel[CausalLM]):
     """A model that computes log-probabilities of tokens."""
 
-    def pack(self, rollouts: Rollouts, max_tokens: int | None = None, *, whole_groups: bool = False) -> MicroBatches:
+    def pack(
+        self,
+        rollouts: Rollouts,
+        max_tokens: int | None = None,
+        *,
+        whole_groups: bool = False,
+        readers: Sequence[SequenceModel[Any]] = (),
+    ) -> MicroBatches:
         """As `SequenceModel.pack`, for rollouts whose tokens this model can score.
 
         Raises ValueError for greedy rows, whose tokens all have probability 1, and for rows that were sampled from a
@@ -37,7 +45,7 @@ class LanguageModel(SequenceModel[CausalLM]):
             if bool(odd_N.any()):
                 given = f"{int(odd_N.sum())} of {len(rollouts)} responses sampled with {name}"
                 raise ValueError(f"rollouts whose tokens are scored: given {given}, needed {needed}")
-        return super().pack(rollouts, max_tokens, whole_groups=whole_groups)
+        return super().pack(rollouts, max_tokens, whole_groups=whole_groups, readers=readers)
 
 
 class LanguagePolicy(LanguageModel, Learner[CausalLM], Policy):

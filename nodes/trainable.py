@@ -70,8 +70,24 @@ class SequenceModel(Generic[Model]):
     def own_threads(self) -> bool:
         return self.ranks.count == 1 and self.device.type == "cpu"
 
-    def pack(self, rollouts: Rollouts, max_tokens: int | None = None, *, whole_groups: bool = False) -> MicroBatches:
-        """Micro-batches of at most `max_tokens` tokens with padding, as `batching.pack`; by default the run's."""
+    def pack(
+        self,
+        rollouts: Rollouts,
+        max_tokens: int | None = None,
+        *,
+        whole_groups: bool = False,
+        readers: "Sequence[SequenceModel[Any]]" = (),
+    ) -> MicroBatches:
+        """Micro-batches of at most `max_tokens` tokens with padding, as `batching.pack`; by default the run's.
+
+        `readers` are other models that read them. Making a micro-batch raises ValueError if it has a token that one of
+        the models has no row for.
+        """
+
+        def inspect(packed: Packed) -> None:
+            for reader in (self, *readers):
+                reader.require_rows(packed)
+
         return pack(
             rollouts,
             max_tokens or self.micro_tokens,
@@ -81,7 +97,20 @@ class SequenceModel(Generic[Model]):
             whole_groups=whole_groups,
             # On one rank only: pipeline stages pass rows on. And the chosen experts are recorded by rows.
             end_to_end=self.ranks.count == 1 and not self.model.replays_routing and self.model.takes_end_to_end,
+            inspect=inspect,
         )
+
+    def require_rows(self, packed: Packed) -> None:
+        """Raises ValueError for a token that the model has no row for. Another model with this tokenizer may have more
+        rows, and samples one beyond the tokenizer's words if it gives that padding a probability."""
+        # On the CPU: a GPU would only report that some index is out of range, and could not be used any more.
+        rows = self.model.config.vocab_size
+        highest, sampled = int(packed.tokens_RW.max()), int(packed.targets_P.max())
+        if (token := max(highest, sampled)) >= rows:
+            model = f"{self.context.node or 'the model'} ({self.context.model or 'built for the run'})"
+            given = f"rollouts with token {token}, so from a model with a vocab_size of at least {token + 1}"
+            needed = f"tokens below {rows}, the vocab_size of {model}: take one with as many rows as the policy"
+            raise ValueError(f"{given}, needed {needed} (its tokenizer has {self.tokenizer.vocab_size} tokens)")
 
     @torch.no_grad()
     def score_tokens(

@@ -188,6 +188,7 @@ def pack(
     device: torch.device | None = None,
     whole_groups: bool = False,
     end_to_end: bool = False,
+    inspect: Callable[[Packed], None] | None = None,
 ) -> MicroBatches:
     """Micro-batches of at most `max_tokens` tokens with padding (but at least one row), about equally large, and in
     steps of ROWS and WIDTHS if they are larger; none is padded to more than `widest` columns. With `end_to_end` the
@@ -197,7 +198,8 @@ def pack(
     tokens. Only tokens that a policy sampled are predicted, each at the temperature of its response. A micro-batch in
     which nothing is predicted is left out: there is nothing to compute, and kernels refuse matrices without a row. With
     `whole_groups` a micro-batch holds whole prompt groups, at least one, with any number of tokens. Every prompt needs
-    a token, which predicts the first one of the response. Raises ValueError for an empty prompt.
+    a token, which predicts the first one of the response. Raises ValueError for an empty prompt. `inspect` is called
+    with each micro-batch before it is copied to the device.
 
     The packing follows from lengths, and with `end_to_end` also from equal prompts; otherwise tokens are read only when
     a micro-batch is made.
@@ -239,6 +241,8 @@ def pack(
             row_P=row_P,
             rollouts=own,
         )
+        if inspect is not None:
+            inspect(made)
         return made.to(device or own.tokens_NS.device)
 
     return MicroBatches(make, [rows.size(share) for share in shares])

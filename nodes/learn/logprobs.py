@@ -63,11 +63,17 @@ def hidden_states(model: Decoder, packed: Packed) -> Tensor:
     return hidden_RWD.flatten(0, 1)
 
 
-def packed_distributions(model: CausalLM, packed: Packed) -> Tensor:
+def packed_distributions(model: CausalLM, packed: Packed, words: int | None = None) -> Tensor:
     """log π of every word that this rank has, for each target, at the target's temperature, with a gradient: float32
     [P, W]. Memory grows with tokens × words.
+
+    With `words`, only of the first so many words, over which π is then normalised. The vocabulary must be in one part.
     """
     logits_PW, vocab = model.own_logits(_hidden(model, packed))[: len(packed.targets_P)].float(), model.vocab
+    if words is not None:
+        if vocab.parts > 1:
+            raise ValueError(f"packed_distributions: given a vocabulary in {vocab.parts} parts, needed one")
+        logits_PW = logits_PW[:, :words]
     if packed.temperature_P is not None:
         logits_PW = logits_PW / packed.temperature_P[:, None]
     if vocab.parts == 1:

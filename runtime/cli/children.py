@@ -334,10 +334,12 @@ def try_inputs(graphs: Sequence[Graph], flags: RunOptions, sources: dict[str, So
             sources[argument.name] = load(argument.maker)(context_of(argument.name, graphs, flags, Context()))
             sources[argument.name].read(0)
     check_meshes(graphs, flags)
-    faults: list[Fault] = []
+    faults, meshes = list[Fault](), read_meshes(flags.mesh)
     for graph in graphs:
-        names = [thing.name for things in (graph.arguments, graph.nodes) for thing in things]
-        contexts = {name: context_of(name, graphs, flags, Context(device=flags.device)) for name in names}
+        # A node may require that its own mesh has, or lacks, an axis.
+        places = {node.name: Context(device=flags.device, mesh=meshes.get(node.pool, ())) for node in graph.nodes}
+        places |= {argument.name: Context(device=flags.device) for argument in graph.arguments}
+        contexts = {name: context_of(name, graphs, flags, place) for name, place in places.items()}
         faults += check(graph, sources=sources, contexts=contexts)
     return list(dict.fromkeys(faults))
 

@@ -436,6 +436,50 @@ def test_a_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:
         distill_update.fn(learner, guide, silent)
 
 
+def with_rows(folder: Path, more: int) -> str:
+    """Return the directory of the model in `folder` with `more` rows of its embedding and head, or fewer."""
+    whole = load_model(CausalLM, str(folder))
+    words = whole.config.vocab_size
+    other = model(seed=4, config=replace(whole.config, vocab_size=words + more))
+    for name, weight in other.named_parameters():
+        weight.data[: whole.get_parameter(name).shape[0]] = whole.get_parameter(name).data[: weight.shape[0]]
+    save(other, folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("padded", ["teacher", "policy"])
+def test_rows_that_only_one_of_the_two_models_has_are_left_out_of_the_divergence(tmp_path: Path, padded: str) -> None:
+    folders = {name: tmp_path / name for name in ("teacher", "policy")}
+    for name, folder in folders.items():
+        export(policy(seed=2 if name == "teacher" else 1), folder)
+    teachers, rollouts = {"teacher_model": str(folders["teacher"])}, random_rollouts()
+    figures = []
+    for _ in range(2):
+        learner = policy(model=str(folders["policy"]))
+        guide = open_teacher(replace(CONTEXT, model=str(folders["policy"]), options=teachers))
+        assert isinstance(guide, Teacher)
+        figures.append(distill_update.fn(learner, guide, rollouts)[1])
+        with_rows(folders[padded], 7)
+    assert figures[1]["teacher_kl"] == pytest.approx(figures[0]["teacher_kl"], rel=1e-5)
+    assert figures[1]["grad_norm"] == pytest.approx(figures[0]["grad_norm"], rel=1e-5)
+
+
+def test_a_token_that_another_model_has_no_row_for_is_told_with_the_model(tmp_path: Path) -> None:
+    guide, rollouts = teacher(tmp_path), random_rollouts()
+    assert isinstance(guide, LanguageModel)
+    rows = guide.model.config.vocab_size
+    rollouts.tokens_NS[1, 0] = rows + 2
+    said = (
+        rf"token {rows + 2}, .* at least {rows + 3}, needed tokens below {rows}, the vocab_size of policy \({tmp_path}"
+    )
+    with pytest.raises(ValueError, match=said):
+        reference_logprobs.fn(guide, rollouts)
+    export(policy(), tmp_path / "more")
+    learner = policy(model=with_rows(tmp_path / "more", 7))
+    with pytest.raises(ValueError, match=said):
+        distill_update.fn(learner, guide, rollouts)
+
+
 def test_a_teacher_reads_tokens_as_a_reference_does(tmp_path: Path) -> None:
     logprobs = reference_logprobs.fn(teacher(tmp_path), random_rollouts()).logprobs_NT
     other = reference_logprobs.fn(policy(seed=2), random_rollouts()).logprobs_NT

@@ -22,7 +22,7 @@ from penstock.nodes.model import CausalLM, save_model
 from penstock.nodes.open_model import initial_model
 from penstock.nodes.score import math_answer, score
 from penstock.nodes.tokenizer import byte_tokenizer
-from penstock.runtime.cli.children import answer, check_meshes
+from penstock.runtime.cli.children import answer, check_meshes, try_inputs
 from penstock.runtime.cli.tracing import CommandError, ask_child, require_inputs, trace_program
 from penstock.runtime.cluster.cluster import ClusterError
 from penstock.runtime.control.run_config import RunOptions
@@ -447,6 +447,28 @@ def test_the_shape_is_that_of_the_model_whose_weights_a_pool_has(model_dir: Call
     tied = model_dir(tie_word_embeddings=True)
     with pytest.raises(ClusterError, match="given tied embeddings over 3 stages"):
         check_meshes([graph("aipo")], RunOptions(model=tied, mesh=("trainer=pp3",)))
+
+
+def test_whole_distributions_need_a_mesh_on_which_each_rank_has_the_same_words_of_both(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    for rows in (tokenizer.vocab_size, tokenizer.vocab_size + 6):
+        config = replace(initial_model("bytes")[0], vocab_size=rows)
+        made = CausalLM(config)
+        made.init_weights(1)
+        save_model(made, made.state_dict(), tmp_path / str(rows))
+        tokenizer.save(tmp_path / str(rows))
+    small, large = (str(tmp_path / str(rows)) for rows in (tokenizer.vocab_size, tokenizer.vocab_size + 6))
+
+    def told(teacher: str, mesh: str) -> list[str]:
+        flags = RunOptions(model=small, mesh=(f"trainer={mesh}",), max_tokens=64)
+        found = try_inputs([graph("distill", teacher_model=teacher, full=True)], flags)
+        return [f"{fault.what} [{fault.code}] {fault.given}" for fault in found]
+
+    assert not told(small, "fsdp2xtp2")
+    assert not told(large, "fsdp2")
+    assert told(large, "pp2") == ["distill_update [mesh-cut] a mesh of pp 2"]
+    sizes = f"a policy of vocab_size {tokenizer.vocab_size} and a teacher of {tokenizer.vocab_size + 6}"
+    assert told(large, "tp2") == [f"distill_update [mesh-cut] {sizes}, over a mesh of tp 2"]
 
 
 def test_every_model_of_the_package_says_which_it_opens() -> None:
