@@ -48,7 +48,7 @@ class NodeDef(Generic[P, T]):
     `bound` are inputs and options that every call of this node is given, by name (see `given`). `answering` is the node
     that replaces this one as the second of `alternate`; None if it can be the second itself. `written` is this node as
     a program writes it, for messages. `precisions` are the eight-bit formats of weights, of `ir.PRECISIONS`, that it
-    can compute with.
+    can compute with. `evaluates` is True for a node that reads held-out problems by itself.
     """
 
     __name__: str
@@ -67,6 +67,7 @@ class NodeDef(Generic[P, T]):
         self.answering: "NodeDef[..., Any] | None" = None  # noqa: UP037
         self.written: str = fn.__name__
         self.precisions: tuple[str, ...] = ()
+        self.evaluates = False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         recorder = current.get()

@@ -1,4 +1,4 @@
-"""The share of held-out problems that the policy solves with greedy decoding.
+"""The share of problems that the policy solves with greedy decoding.
 
 prompts → generate → score → accuracy
   policy ⇢ generate: weights
@@ -12,7 +12,11 @@ from penstock.nodes.score import accuracy, math_answer, score
 
 @program
 def evaluate(policy: Policy, prompts: Prompts) -> Policy:
-    """Greedy accuracy on held-out problems, one response each."""
+    """Greedy accuracy on the problems of --data; as an evaluation, on held-out ones.
+
+    Each gets one response. The problems of --data are those that a program trains on: a tenth is held out for its
+    evaluation. An update measures the next --batch of them; the metric is `accuracy`.
+    """
     behaviour = broadcast(policy)
     rollouts = generate(prompts, behaviour, samples=1, temperature=0.0)
     rewards = score(rollouts, by=math_answer)

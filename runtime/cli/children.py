@@ -17,7 +17,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +59,12 @@ from penstock.runtime.record.typed_json import parse_json
 
 # The form of makers' errors about missing requirements.
 LACK = re.compile(r"(?P<place>.*?: )??given (?P<given>.+?)[,;] needed (?P<needed>.+)", re.DOTALL)
+# The flags of evaluation, with what a program without one reads instead.
+INSTEAD = {
+    "eval_data": "--data, which it reads",
+    "eval_split": "--data-split, of which it reads --data",
+    "eval_groups": "--updates and --batch, by which it reads --data",
+}
 # Prefixes of the names of our modules; the last is the module with which a child was started.
 OURS = ("penstock.", "importlib", "__main__")
 
@@ -135,6 +141,8 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
     with kept_here(), told_once(verb):
         graphs, faults = _trace(program, options, flags)
         made = list(graphs.values())
+        if verb in ("check", "run"):
+            faults += unmeasured(program, made, flags, typed)
         if verb == "check":
             faults += clashes(program, "run").values()
         here = verb in ("check", "run") and flags.on not in ELSEWHERE
@@ -285,6 +293,31 @@ def _trace(program: Program[..., Any], options: dict[str, Any], flags: Any) -> t
     except GraphError as error:
         faults += error.faults
     return graphs, faults
+
+
+def unmeasured(program: Program[..., Any], graphs: Sequence[Graph], flags: Any, typed: Collection[str]) -> list[Fault]:
+    """Faults for the flags of evaluation that the user has typed for a program which cannot use them: it has no
+    evaluation, and no node or maker that may read held-out problems by itself."""
+    if program.evaluation is not None:
+        return []
+    given = {name: getattr(flags, name) for name in INSTEAD if name in typed and getattr(flags, name)}
+    for graph in graphs:
+        nodes = [made for node in graph.nodes if isinstance(made := imported(node.op), NodeDef)]
+        # A user's function that gets the context may open the held-out problems with it.
+        readers = [made.path for made in nodes if made.init or made.interface.context]
+        readers += [argument.maker for argument in graph.arguments]
+        if any(made.evaluates for made in nodes) or not all(path.startswith("penstock.") for path in readers):
+            given = {name: value for name, value in given.items() if name == "eval_groups"}
+    return [
+        Fault(
+            "unmet-rule",
+            f"--{name.replace('_', '-')}",
+            f"{value} for {program.name}, which has no evaluation",
+            f"{INSTEAD[name]}, or a program with @program(evaluation=…)",
+            program.where,
+        )
+        for name, value in given.items()
+    ]
 
 
 def in_precision(graph: Graph, precision: str, trained: Graph | None = None) -> Graph:

@@ -300,6 +300,40 @@ def test_accuracy_is_measured_on_each_problem_once(
     assert answer("run", "aipo", ["--model", "new", *words.split()])["flags"]["eval_groups"] == groups
 
 
+WATCHED = """
+from penstock.graph import Policy, Prompts, broadcast, program
+from penstock.nodes.evaluate import measure
+from penstock.nodes.generate import generate
+from penstock.nodes.score import accuracy, math_answer, score
+
+@program
+def measured(policy: Policy, prompts: Prompts) -> Policy:
+    measure(broadcast(policy))
+    accuracy(score(generate(prompts, broadcast(policy), samples=1), by=math_answer))
+    return policy
+"""
+
+
+def test_flags_of_evaluation_are_refused_where_no_evaluation_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "watched.py").write_text(WATCHED)
+    (tmp_path / "e.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    words = ["--eval-data", str(tmp_path / "e.jsonl"), "--eval-groups", "3"]
+
+    def refused(verb: str, name: str, *more: str) -> list[str]:
+        return [fault["what"] for fault in faults(verb, name, "--model", "new", *more)]
+
+    for verb in ("check", "run"):
+        for name in ("evaluate", "reward_model", "toy"):
+            assert refused(verb, name, *words) == ["--eval-data", "--eval-groups"]
+        # It opens the data itself, but its number of problems is an option of the node.
+        assert refused(verb, f"{tmp_path}/watched.py:measured", *words) == ["--eval-groups"]
+        assert refused(verb, "evaluate", "--eval-groups", "0") == []
+        assert refused(verb, "aipo", *words) == []
+    (fault,) = faults("check", "evaluate", "--eval-split", "test")
+    assert (fault["code"], fault["given"]) == ("unmet-rule", "test for evaluate, which has no evaluation")
+    assert fault["needed"].startswith("--data-split, ")
+
+
 def make_short_model(folder: Path) -> None:
     """Save an arithmetic model whose context has 24 tokens."""
     config = replace(initial_model("")[0], max_position_embeddings=24)
