@@ -85,10 +85,10 @@ def read_tests(answer: str, max_output: int = MAX_OUTPUT) -> Tests:
             if isinstance(part, ast.Assert) and isinstance(part.test, ast.Tuple) and part.test.elts:
                 given = f"an assert that is always true, of a tuple, {ast.unparse(part)!r:.200}"
                 raise ValueError(f"given {given}, needed {needed}") from None
-        imports = [part for part in tree.body if isinstance(part, ast.Import | ast.ImportFrom)]
-        modules = [part.module or "." for part in imports if isinstance(part, ast.ImportFrom)]
-        modules += [name.name for part in imports if isinstance(part, ast.Import) for name in part.names]
-        if packages := {name.partition(".")[0] or name for name in modules} - sys.stdlib_module_names:
+        # Those within functions or a `try` may never be needed.
+        modules = [part.module or "" for part in tree.body if isinstance(part, ast.ImportFrom)]
+        modules += [name.name for part in tree.body if isinstance(part, ast.Import) for name in part.names]
+        if packages := {name.partition(".")[0] or "." for name in modules} - sys.stdlib_module_names:
             given = f"tests that import {', '.join(sorted(packages))}"
             raise ValueError(f"given {given}, needed Python's own modules: the sandbox has no packages") from None
         if uncalled := _uncalled(tree):
@@ -295,7 +295,7 @@ def _blocks(text: str) -> list[re.Match[str]]:
 def _run(code: str, limits: Limits, command: Sequence[str], stdin: str = "") -> Answer:
     """Run code. Raises SandboxError if its process does not start: that is not the code's fault."""
     begun = token_hex()
-    limits = replace(limits, max_output=limits.max_output + len(f"{begun}\n"))  # the code's own output counts
+    limits = replace(limits, max_output=limits.max_output + len(f"{begun}\n"))  # beside the output of the code
     found = run_python(f"print({begun!r}, flush=True)\n{code}\n", limits, command, stdin, errors=False)
     if not found.output.startswith(begun):
         raise SandboxError(f"no start of its process: {found.output!r}", "a machine that can start it in time")

@@ -267,11 +267,7 @@ def open_table(context: Context) -> Table:
         if unnamed and name == "train":
             given = f"given {chosen[0].name} beside {unnamed[0].name}, whose name is that of no split"
             raise DataError(f"{data}: {given}; needed one file, or the names of splits: {', '.join(_SPLITS)}")
-        _require_whole(chosen, data)
-        names: dict[Path, Path] = {}
-        for file in chosen:
-            if (same := names.setdefault(_bare(file), file)) != file:
-                raise DataError(f"{data}: given {same.name} and {file.name}, needed one of them: the same rows twice?")
+        _require_each_once(chosen, data)
         return Table([row for file in chosen for row in _file_rows(file)], data)
     return _hub_table(data, wanted, flag, called(context))
 
@@ -326,23 +322,27 @@ def _bare(file: Path) -> Path:
     return file.with_name(file.name.removesuffix(".gz")).with_suffix("")
 
 
-def _require_whole(files: Sequence[Path], data: str) -> None:
-    """Raise DataError if files that are named as shards are not all shards of one table."""
-    tables: dict[tuple[Path, int], dict[int, Path]] = {}
+def _require_each_once(files: Sequence[Path], data: str) -> None:
+    """Raise DataError if files have the same rows by their names, or if those that are named as shards are not all
+    shards of one table."""
+    known: dict[Path, Path] = {}
+    tables: dict[tuple[Path, int], set[int]] = {}
     for file in files:
-        bare = _bare(file)
-        if shard := _SHARD.search(bare.name):
-            table = bare.with_name(bare.name[: shard.start()]), int(shard["total"])
-            if (same := tables.setdefault(table, {}).setdefault(int(shard["number"]), file)) != file:
-                raise DataError(f"{data}: given {same.name} and {file.name}, needed one of them: the same rows twice?")
+        path = _bare(file)
+        if shard := _SHARD.search(path.name):
+            table = path.with_name(path.name[: shard.start()]), int(shard["total"])
+            tables.setdefault(table, set()).add(int(shard["number"]))
+            path = path.with_name(path.name[: shard.end("total")])  # without the digest of the whole
+        if (same := known.setdefault(path, file)) != file:
+            raise DataError(f"{data}: given {same.name} and {file.name}, needed one of them: the same rows twice?")
     if len(tables) > 1:
-        first, second = (next(iter(shards.values())).relative_to(data) for shards in list(tables.values())[:2])
+        first, second = (f"{path.relative_to(data)}-*-of-{total:05}" for path, total in list(tables)[:2])
         needed = "needed the folder of one of them: each is a whole table, such as a configuration of the data set"
         raise DataError(f"{data}: given {first} and {second}, {needed}")
-    for (path, total), shards in tables.items():
-        if missing := [number for number in range(total) if number not in shards]:
-            given = f"given {len(shards)} of the {total} files of {path.relative_to(data)}"
-            raise DataError(f"{data}: {given}, needed all: there is no {path.name}-{missing[0]:05}-of-{total:05}")
+    for (path, total), numbers in tables.items():
+        if missing := set(range(total)) - numbers:
+            given = f"given {len(numbers)} of the {total} files of {path.relative_to(data)}"
+            raise DataError(f"{data}: {given}, needed all: there is no {path.name}-{min(missing):05}-of-{total:05}")
 
 
 def _split_of(file: Path) -> str:

@@ -142,7 +142,7 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
         graphs, faults = _trace(program, options, flags)
         made = list(graphs.values())
         if verb in ("check", "run"):
-            faults += unmeasured(program, made, flags, typed)
+            faults += unread_flags(program, made, flags, typed)
         if verb == "check":
             faults += clashes(program, "run").values()
         here = verb in ("check", "run") and flags.on not in ELSEWHERE
@@ -295,7 +295,9 @@ def _trace(program: Program[..., Any], options: dict[str, Any], flags: Any) -> t
     return graphs, faults
 
 
-def unmeasured(program: Program[..., Any], graphs: Sequence[Graph], flags: Any, typed: Collection[str]) -> list[Fault]:
+def unread_flags(
+    program: Program[..., Any], graphs: Sequence[Graph], flags: Any, typed: Collection[str]
+) -> list[Fault]:
     """Faults for the flags of evaluation that the user has typed for a program which cannot use them: it has no
     evaluation, and no node or maker that may read held-out problems by itself."""
     if program.evaluation is not None:

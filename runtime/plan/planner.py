@@ -83,7 +83,7 @@ class Alternative:
 @dataclass(frozen=True)
 class Planned:
     """The result; `outcome.best` is not None. `unfollowed` are the pools with a model that the cluster file puts on
-    certain hosts: plans do not follow that. `refused` is why no run can have the model, unless its shape says it."""
+    certain hosts: plans do not follow that. `refused` is why no run can have the model."""
 
     roles: Roles
     work: Workload
@@ -144,7 +144,7 @@ class Planned:
         trainers = (self.best.training.trainer, *(reading.trainer for reading in self.best.readings))
         shared = max(trainer.cp for trainer in trainers)
         found = (
-            model_lack(self.work.shape) or self.refused,
+            self.refused,
             precision_lack("generator", self.best.generating.generator.precision),
             axis_lack("trainer", (("cp", shared),)),
         )
@@ -207,6 +207,7 @@ def plan(
     names none, and "" is bf16; `refused` says why no run can have the model. Raises PlanError for a program that plans
     do not cover, and, with numbers, for a workload that fits nowhere."""
     began, roles, found = time.monotonic(), roles_of(graph), node_groups(cluster)
+    refused = model_lack(work.shape) or refused
     sent = graph[roles.cycle[1]]
     precision = cast(Precision, sent.precision or generator_precision or "bf16")
     if not any(nodes.gpu.computes(precision) for nodes in found):
@@ -221,7 +222,7 @@ def plan(
         LayoutCandidates(work, roles.lag, slots, pinned, roles.models, precision, resorts)
         for resorts in RESORTS
         # For a model that runs can have, use only features that runs can have.
-        if (not resorts.cp or model_lack(work.shape) or refused) and pinned.host_state in (None, resorts.host_state)
+        if (not resorts.cp or refused) and pinned.host_state in (None, resorts.host_state)
     ]
     check_pins(roles, every[1], found)
     for candidates in every:

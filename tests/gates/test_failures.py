@@ -149,9 +149,8 @@ def test_a_controller_that_was_stopped_goes_on_and_blames_no_process(tmp_path: P
     folder = make_run(tmp_path / "r", HELD, {"holds": str(holds)}, flags, cluster=cluster)
     with Running(folder) as running:
         running.until_update(2)
-        sleep(
-            1.0
-        )  # until no weights are sent: a controller that is stopped while it asks for that leaves the sender alone
+        # Until no weights are being sent: a controller that is stopped in between leaves the sender alone.
+        sleep(1.0)
         os.kill(controller(running), signal.SIGSTOP)
         sleep(SILENCE + 5.0)
         (holds / "2").unlink()
