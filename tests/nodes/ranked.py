@@ -18,14 +18,14 @@ DEADLINE_S = 400
 def spawn(count: int, function: str, *words: str, folder: Path, backend: str = "gloo") -> None:
     """Run a function on `count` ranks. Fails with their output unless all of them succeed before the deadline.
 
-    With `backend="fake"` ranks send nothing, and what they receive is undefined."""
+    With `backend="fake"` there is rank 0 alone: it sends nothing, and what it receives is undefined."""
     log = folder / "ranks.log"
     ranks = [
         Forked(f"{__name__}:be_rank", str(rank), str(count), backend, function, str(folder), *words, log=log)
-        for rank in range(count)
+        for rank in range(1 if backend == "fake" else count)
     ]
     try:
-        assert [rank.wait(DEADLINE_S) for rank in ranks] == [0] * count, log.read_text()
+        assert [rank.wait(DEADLINE_S) for rank in ranks] == [0] * len(ranks), log.read_text()
     finally:
         for rank in ranks:
             rank.end()
