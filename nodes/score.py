@@ -37,8 +37,8 @@ _NUMBER = re.compile(
     rf"""(?P<sign>(?:(?<![\w.)−-])(?:[−-]\s?|–)\$?|\$[−-]?)?)
     (?<![0-9.])(?<![0-9][,/eExX])
     (?:(?P<whole>[0-9]++)\s++(?=[0-9]++/[0-9]))?+
-    (?P<top>{_DIGITS})(?:\s?/\s?(?P<bottom>{_DIGITS}))?+
-    (?!\s?/\s?[0-9]|[.,]?[0-9]|[xX][0-9a-fA-F])
+    (?P<top>{_DIGITS})(?:\s?/\s?(?P<bottom>[−-]?{_DIGITS}))?+
+    (?!\s?/\s?[−-]?[0-9]|[.,]?[0-9]|[xX][0-9a-fA-F])
     (?:\s*+(?P<scale>{"|".join(_SCALES)})s?\b)?+""",
     re.VERBOSE,
 )
@@ -54,7 +54,7 @@ _LATEX = [
         (r"\\q?quad\b", "  "),
         (r"(?:\^\s*+\{?+\s*+\\circ\s*+\}?|°)(?:\s*+(?:\\(?:text|mathrm)\s*\{\s*[CF]\s*\}|[CF]\b))?", ""),
         (r"\{,\}|(?<=[0-9])\\,(?=[0-9]{3})", ","),
-        (r"\\[dt]?frac\s*\{\s*([−-]?[0-9.,]+)\s*\}\s*\{\s*([0-9.,]+)\s*\}", r" \1/\2 "),
+        (r"\\[dt]?frac\s*\{\s*([−-]?[0-9.,]+)\s*\}\s*\{\s*([−-]?[0-9.,]+)\s*\}", r" \1/\2 "),
         (r"\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*([0-9])|\\[dt]?frac\s*([0-9])\s*\{?([0-9]+)\}?", r" \1\3/\2\4 "),
         (r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}", r" \1 "),
         (r"\\([$%])", r"\1"),
@@ -74,12 +74,14 @@ _TWO_READINGS = re.compile(
     rf"(?=(?:\.[0-9]+)?(?:\s?%| ?-?{_NOT_COUNTED}(?![A-Za-z]*s\b)[A-Za-z]+)[ -]{_NOT_COUNTED}[A-Za-z])"
 )
 # A number after the first or before the second pattern is a part of an expression, such as 2^{10}, \sqrt{2}, √2, 3\pi,
-# 3², 3i, "3k", "minus 3" or "3 squared"; or it follows "not", "about" or a comparison.
+# 3², 3i, "3k", 2 * 3, "minus 3" or "3 squared"; or it follows "not", "about" or a comparison. Marks of Markdown have a
+# space on one side (*Step 2* 3), operators on none or on both. "At least 3" may be all of an answer.
 _FUNCTIONS = "sqrt|log|ln|sin|cos|tan"
 _WITHIN = (
     re.compile(
-        rf"(?:[\^_{{√∛∜±≈≠≤≥]|[\w)}}$]\s*(?:<|(?<!>)>)=?|\+/|[0-9]\*\*|\\[A-Za-z]+|(?:{_FUNCTIONS})\s*\("
-        rf"|\b(?i:not|than|about|approximately|approx\.?|roughly|around|nearly|almost"
+        rf"(?:[\^_{{√∛∜±≈≠≤≥]|!=|[\w)}}$]\s*(?:<|(?<!>)>)=?|\+/|[0-9]\*\*|\\[A-Za-z]+|(?:{_FUNCTIONS})\s*\("
+        r"|[0-9)}](?:[*×·⋅÷+](?!\s)|[ \t]+(?:[*×·⋅÷+]|(?i:times|plus|(?:divided|multiplied) by))(?=\s))"
+        rf"|\b(?i:not|than|over|under|above|below|about|approximately|approx\.?|roughly|around|nearly|almost"
         rf"|(?:minus|negative|twice|half|double|root|{_FUNCTIONS})(?:\s+of)?))\s*[−-]?\s*$"
     ),
     re.compile(
@@ -261,7 +263,7 @@ def final_number(text: str) -> Fraction | None:
     """The number that a text ends with (see `math_answer`); None if there is none."""
     boxed = _last_boxed(text)
     if boxed is not None:
-        *sides, last = boxed.split("=")
+        *sides, last = re.split("(?<!!)=", boxed)
         return None if any(map(_UNKNOWN.search, sides)) else _only(last)
     plain = _without_latex(_TWO_READINGS.sub(r"≈\g<0>", text.rpartition(FINAL)[2]))
     matches = list(_NUMBER.finditer(plain))
@@ -319,7 +321,7 @@ def _last_boxed(text: str) -> str | None:
 
 def _value(match: re.Match[str]) -> Fraction | None:
     """The value of a number; None for a division by zero, and for a number that is too large to be written out."""
-    parts = [(match[name] or "1").replace(",", "") for name in ("whole", "top", "bottom")]
+    parts = [(match[name] or "1").replace(",", "").replace("−", "-") for name in ("whole", "top", "bottom")]
     for part in parts:
         digits, _, exponent = part.lower().partition("e")
         if len(digits) > _MOST_DIGITS or len(exponent) > 5 or abs(int(exponent or 0)) > _MOST_DIGITS:

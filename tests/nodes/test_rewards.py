@@ -101,6 +101,8 @@ RIGHT = [
     (r"\boxed{x = \dfrac{9}{2}}", "4.5"),
     (r"\boxed{\frac12}", r"\frac{1}{2}"),
     (r"\boxed{-\frac{1}{2}}", "-0.5"),
+    *((rf"\boxed{{{half}}}", "-1/2") for half in (r"\frac{1}{-2}", r"\frac{3}{-6}", "1/-2", "1/−2")),
+    (r"It is $\frac{-3}{-6}$", "0.5"),
     (r"\boxed{10{,}080}", r"10,\!080"),
     (r"\boxed{\$32,\!348}", "32348"),
     (r"\boxed{5.4\text{ cents}}", "5.4"),
@@ -152,6 +154,7 @@ RIGHT = [
             *(r"\sqrt{144} = \boxed{12}", r"\therefore \boxed{12}", r"\mathbf{\boxed{12}}", r"\text{So }\boxed{12}"),
             *(r"\boxed{12\text{ m}^2}", r"\boxed{12\ \mathrm{m}^{3}}", "It is 12 m^2", r"\boxed{12\text{ m/s}^2}"),
             *(r"\boxed{12^\circ\text{C}}", r"\boxed{12^{\circ} F}", r"\boxed{12 \text{ J}}", r"\boxed{{12}}"),
+            *("(a) +12", "*Step 2* 12", "3 ways\n* 12", "2) 12", "**In dollars (2)** 12", "at least 12"),
             *(r"\boxed{12 \quad}", r"\boxed{12 \text{ m}²}", r"\boxed{12}\text{ m}^2"),
             *(r"\boxed{12} \text{ cm}^2", r"\boxed{12}\%", r"\frac{24}{2} = \boxed{12}", r"\boxed{12~\text{cm}}"),
         )
@@ -239,6 +242,19 @@ WRONG = [
         for wrong in (
             *("12 million", "12 thousand", "12 dozen", "12 hundredths", "minus 12", "negative 12", "twice 12", "12x"),
             *("half of 12", "root of 12", "log 12", "log(12)", "±12", "12 squared", "12 factorial", "12 pi", "2**12"),
+            *(
+                "2 * 12",
+                "2*12",
+                "2 × 12",
+                "3 + 12",
+                "(1+2)+12",
+                "$3+$12",
+                "2·12",
+                "24÷12",
+                "2 times 12",
+                "24 divided by 12",
+            ),
+            *("2 * -12", "x != 12", "over 12", "Below 12", "1/12/-1"),
             *("about 12", "Approximately 12", "nearly $12", "~12", "≈ 12", "x > 12", "x<12", "≥ 12", "≠12", "12!"),
         )
     ),
