@@ -47,17 +47,21 @@ _BLOCK = re.compile(
 _FENCE = re.compile(_BEGINS + r"(?:```+|~~~+)(?P<kind>[^\r\n]*)", re.MULTILINE)
 _PYTHON = re.compile(r"\s*\{?\.?py(?:thon)?[\d.]*(?![\w.+-])", re.IGNORECASE)
 
-# Runs code and then its tests, with the builtins restored in between. What it needs itself are defaults of parameters,
-# which are bound before the code can change a name.
-_BOTH = """
-def both(code, tests, passed, run=exec, show=print, library=vars(__import__("builtins"))):
-    names, scope = dict(library), {"__name__": "response"}
+# Runs code as a module, which a dataclass finds by the name of its class's module. Then runs its tests there, if there
+# are some, with the builtins restored in between. What it needs itself are defaults of parameters, which are bound
+# before the code can change a name.
+_PROGRAM = """
+def program(name, code, tests="", passed="", run=exec, show=print, sys=__import__("sys")):
+    library = vars(sys.modules["builtins"])
+    names, module = dict(library), type(sys)(name)
+    sys.modules[name], scope = module, vars(module)
     run(code, scope)
-    library.clear()
-    library.update(names)
-    scope["__builtins__"] = library
-    run(tests, scope)
-    show(passed)
+    if tests:
+        library.clear()
+        library.update(names)
+        scope["__builtins__"] = library
+        run(tests, scope)
+        show(passed)
 """
 
 
@@ -244,7 +248,7 @@ def code_tests(
             raise ValueError(f"code_tests: given tests that pass without any code, {statements!r:.200}, needed others")
         return 1.0
     for given, needed in tests.pairs:
-        told = _run(f"exec({code!r}, {{'__name__': '__main__'}})", limits, command, given)
+        told = _run(f"{_PROGRAM}\nprogram('__main__', {code!r})", limits, command, given)
         if told.failed or _lines(told.output) != _lines(needed):
             return 0.0
     return 1.0
@@ -252,8 +256,9 @@ def code_tests(
 
 def _passes(code: str, statements: str, limits: Limits, command: Sequence[str]) -> bool:
     passed = token_hex()  # printed when the tests are through
-    told = _run(f"{_BOTH}\nboth({code!r}, {statements!r}, {passed!r})", limits, command)
-    return not told.failed and told.output.endswith(passed)
+    told = _run(f"{_PROGRAM}\nprogram('response', {code!r}, {statements!r}, {passed!r})", limits, command)
+    # Not at its end: what the code has registered for the exit may print after it.
+    return not told.failed and passed in told.output
 
 
 @lru_cache(maxsize=4096)
@@ -303,4 +308,5 @@ def _run(code: str, limits: Limits, command: Sequence[str], stdin: str = "") -> 
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    # Not `splitlines`, for which a form feed ends a line, too.
+    return [line.rstrip() for line in text.rstrip().split("\n")]

@@ -53,6 +53,13 @@ def add(a, b):
     print(frame.f_locals['passed'])
     sys.exit()
 """
+DATACLASS = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
+LAST = (
+    "import atexit\natexit.register(print, 'bye')\n",
+    "class Prints:\n    def __del__(self, show=print):\n        show('bye')\nkept = Prints()\n",
+    "import threading\nthreading.Timer(0.1, print, ('bye',)).start()\n",
+)
+ENDS_OF_LINES = (("a\nb", 1.0), ("a \r\nb\n\n", 1.0), ("a\x0cb", 0.0), ("a\u2028b", 0.0), ("a\rb", 0.0))
 HIDES = (
     "atexit.register(os._exit, 0)",
     "sys.excepthook = lambda *given: os._exit(0)",
@@ -92,6 +99,14 @@ def fenced(code: str) -> str:
         (ADD, ASSERTS, 1.0),
         (fenced("from __future__ import annotations\n" + ADD), ASSERTS, 1.0),
         (fenced("if __name__ == '__main__':\n    print(input())\n" + ADD), ASSERTS, 1.0),
+        # What looks for the module of the code.
+        (fenced(DATACLASS + ADD.replace("a + b", "P(a).x + b")), ASSERTS, 1.0),
+        (fenced(DATACLASS + "import pickle\npickle.dumps(P(1))\n" + READS), PAIRS, 1.0),
+        (fenced("import sys\n" + ADD + "add = vars(sys.modules[__name__])['add']\n"), ASSERTS, 1.0),
+        # What prints when the tests are through.
+        *((fenced(ADD + last), ASSERTS, 1.0) for last in LAST),
+        # A form feed ends no line.
+        *((f"print({one!r})", '{"inputs": [""], "outputs": ["a\\nb"]}', reward) for one, reward in ENDS_OF_LINES),
         (fenced(ADD.replace("+", "-")), ASSERTS, 0.0),
         (fenced("def add(a, b):\n    return 3\n"), ASSERTS, 0.0),
         ("I cannot.", ASSERTS, 0.0),
