@@ -355,10 +355,9 @@ class Rollouts(Batchable):
         return [(len(transcript) + 1) // 2 for transcript in self.transcripts]
 
     def in_newest_turn(self) -> list[bool]:
-        """True for each row with a newest turn: one that was not done before it."""
-        turns = self.turns()
-        newest = max(turns, default=0)
-        return [turn == newest for turn in turns]
+        """True for each row with a newest turn, which awaits a reply. The others have ended at an earlier one: done, or
+        without room."""
+        return [len(past) < turns for past, turns in zip(self.turn_rewards, self.turns(), strict=True)]
 
     def rewarded(self, replies: "Replies") -> "tuple[list[float | None], ...]":
         """The rewards of all turns of each row: the earlier ones, and those of the `replies` to the newest turns.
@@ -366,8 +365,19 @@ class Rollouts(Batchable):
         A row that ended at an earlier turn has all of its rewards already; its reply does not count.
         """
         given = [None] * len(self) if replies.rewards_N is None else replies.rewards_N.tolist()
-        rows = zip(self.turn_rewards, self.turns(), given, strict=True)
-        return tuple([*past, reward] if len(past) < turns else past for past, turns, reward in rows)
+        rows = zip(self.turn_rewards, self.in_newest_turn(), given, strict=True)
+        return tuple([*past, reward] if awaits else past for past, awaits, reward in rows)
+
+    def settled(self, replies: "Replies") -> "Replies":
+        """The `replies`, one per row, in which rows that ended at an earlier turn are done and keep their last reward,
+        whatever is given for them."""
+        done_N, rewards_N = replies.done_N * True, None if replies.rewards_N is None else replies.rewards_N * 1.0
+        for row, (past, awaits) in enumerate(zip(self.turn_rewards, self.in_newest_turn(), strict=True)):
+            if not awaits:
+                done_N[row] = True
+                if rewards_N is not None and past and past[-1] is not None:
+                    rewards_N[row] = past[-1]
+        return replace(replies, done_N=done_N, rewards_N=rewards_N)
 
     def lengths(self) -> Vector:
         """Response lengths in tokens, float [N]."""
@@ -424,8 +434,9 @@ class Replies(Batchable):
     Attributes:
         texts: the reply to each row, N; not read for a row that is done.
         roles: "user" or "tool" for each row, for models whose chat template knows the difference.
-        done_N: conversations that have ended, bool [N].
-        rewards_N: the reward of each conversation so far, float [N]; None if the environment gives none.
+        done_N: conversations that have ended, bool [N]. What has ended stays so.
+        rewards_N: the reward of each conversation so far, float [N]; None if the environment gives none. One that has
+            ended keeps its last.
     """
 
     texts: tuple[str, ...]
@@ -439,9 +450,16 @@ class Replies(Batchable):
         return bool(self.done_N.all())
 
     def lack(self) -> str:
-        """A message if `rewards_N` is not one finite number per row; else ""."""
-        needed = "an array [N], one number per row"
-        return "" if self.rewards_N is None else _lack(self.rewards_N, (1,), "rewards", needed, finite=True)
+        """A message if `done_N` is not one bool per row, or `rewards_N` not one finite number, or if a role is neither
+        "user" nor "tool"; else ""."""
+        needed = "an array [N], one {} per row".format
+        if lack := _lack(self.done_N, (1,), "done_N", needed("bool"), finite=False):
+            return lack
+        if others := {type(value).__name__ for value in self.done_N.tolist()} - {"bool"}:
+            return f"done_N of {others.pop()}, needed {needed('bool')}"
+        if others := {role for role in self.roles if role not in ("user", "tool")}:
+            return f'the role {min(others, key=str)!r}, needed "user" or "tool"'
+        return "" if self.rewards_N is None else _lack(self.rewards_N, (1,), "rewards", needed("number"), finite=True)
 
 
 @dataclass

@@ -28,7 +28,7 @@ from penstock.graph.context import Context
 from penstock.graph.errors import defined, fault
 from penstock.graph.interface import Interface, interface
 from penstock.graph.node import NodeDef
-from penstock.graph.types import Metrics, Replies, Rewards, Rollouts, TurnRewards
+from penstock.graph.types import Metrics, Replies, Rewards, Rollouts, TurnRewards, uneven
 from penstock.nodes.option_checks import positive
 
 P = ParamSpec("P")
@@ -60,8 +60,20 @@ class EnvironmentDef(NodeDef[P, T], Generic[P, T]):
     def _begin(self, context: Context, *, deadline: float, **options: Any) -> "Calls":
         own = interface(self.fn, stateful=False)
         options |= {own.context: context} if own.context else {}
-        fn = functools.partial(self.fn, **options)
-        return Calls(fn if own.metrics else lambda **inputs: (fn(**inputs), {}), deadline)
+
+        def called(**inputs: Any) -> Any:
+            made = self.fn(**inputs, **options)
+            replies, *metrics = made if own.metrics and isinstance(made, tuple) else (made, {})
+            said = next((value for value in inputs.values() if isinstance(value, Rollouts)), None)
+            # `split` tells what is wrong with malformed ones.
+            if said is not None and isinstance(replies, Replies) and not (replies.lack() or uneven(replies)):
+                if len(replies) != len(said):
+                    given, needed = f"{len(replies)} replies", f"{len(said)}, one for each row of the conversation"
+                    raise ValueError(f"{self.__name__} returned {given}, needed {needed}")
+                replies = said.settled(replies)
+            return replies, *metrics
+
+        return Calls(called, deadline)
 
 
 class _Decorator(Protocol):

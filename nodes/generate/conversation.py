@@ -275,8 +275,8 @@ class SampledGroup:
         tokenizer: Tokenizer,
         max_prefix: int,
     ) -> "SampledGroup":
-        """The next turn of a conversation that an earlier firing made. A row whose conversation would have more than
-        `max_prefix` tokens ends there, without the reply and unfinished.
+        """The next turn of a conversation that an earlier firing made, in the rows that have not ended. A row whose
+        conversation would have more than `max_prefix` tokens ends there, without the reply and unfinished.
 
         Raises ValueError if the rows do not match, for a row that continues after a reply without a token, and for a
         conversation without log-probabilities.
@@ -286,7 +286,7 @@ class SampledGroup:
         if (given, heard) != (needed, needed):
             told = f"given a conversation of {given} rows and {heard} replies, needed {needed} of each"
             raise ValueError(f"{where}: {told}: {samples} samples of each prompt")
-        done, rewards = replies.done_N.tolist(), conversation.rewarded(replies)
+        done, rewards = conversation.settled(replies).done_N.tolist(), conversation.rewarded(replies)
         rows = recorded_rows(conversation, where)
         for index, row in enumerate(rows):
             row.open, row.rewards = not done[index], rewards[index]

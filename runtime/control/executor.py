@@ -21,7 +21,7 @@ import torch
 from penstock.graph.ir import Firing, Node
 from penstock.graph.node import Dropped, Filter, Paused, UntrustedError
 from penstock.graph.protocols import Fusing, Offloadable, Releasing, Threaded
-from penstock.graph.types import Advantages, AnyRewards, Mean, Model, Prefixes, Rollouts
+from penstock.graph.types import Advantages, AnyRewards, Mean, Model, Prefixes, Replies, Rollouts
 from penstock.runtime.control.checkpointing import Checkpointing, restore
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.process import RAISED, told
@@ -436,16 +436,17 @@ class Executor:
 
 
 def _require_rows(node: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
-    """Raise ValueError if a node with responses returned rewards or advantages in a number that matches neither the
-    responses nor any rewards, advantages or prefixes that it read. Joined with other groups, they would be assigned to
-    the wrong responses."""
+    """Raise ValueError if a node with responses returned rewards, advantages or replies in a number that matches
+    neither the responses nor any rewards, advantages or prefixes that it read. Joined with other groups, they would be
+    assigned to the wrong responses."""
     values = (*inputs.values(), *outputs.values())
     rows = {len(value) for value in values if isinstance(value, Rollouts)}
     # Rewards may be for other rows than the responses, as values of vines are for their prefixes.
     others = {len(value) for value in inputs.values() if isinstance(value, AnyRewards | Advantages | Prefixes)}
     for value in outputs.values():
-        if isinstance(value, AnyRewards | Advantages) and rows and (given := len(value)) not in rows | others:
+        if isinstance(value, AnyRewards | Advantages | Replies) and rows and (given := len(value)) not in rows | others:
             kind = "advantages" if isinstance(value, Advantages) else "rewards"
+            kind = "replies" if isinstance(value, Replies) else kind
             needed = " or ".join(map(str, sorted(rows | others)))
             raise ValueError(f"{node} returned {given} {kind}, needed {needed}, one for each response that it reads")
 

@@ -32,6 +32,7 @@ from penstock.graph import (
     program,
     trace,
 )
+from penstock.graph.node import NodeDef
 from penstock.graph.protocols import Stream
 from penstock.graph.types import Replies, TokenAdvantages, TurnRewards
 from penstock.nodes.advantage import group_advantage
@@ -197,6 +198,17 @@ def test_rows_that_are_done_pass_through(engine: Engine) -> None:
     assert all(row_of(nothing, row) == row_of(first[3], row) for row in range(SAMPLES))
 
 
+def test_a_row_that_has_ended_is_not_opened_again(engine: Engine) -> None:
+    """Whatever an environment says of it at later turns of other rows."""
+    first = turn(engine, {3: {}}, weights())
+    second = go_on(engine, first, {0})
+    third, none = (go_on(engine, second, done)[3] for done in ((), {1, 2}))
+    assert third.turns() == [1, 3, 3]
+    assert second[3].in_newest_turn() == [False, True, True]
+    assert row_of(third, 0) == row_of(first[3], 0)
+    assert go_on(engine, {3: none})[3].turns() == [1, 2, 2]  # all have ended
+
+
 def test_a_conversation_that_outgrows_its_room_ends_unfinished(context: Context) -> None:
     """A turn without room is no error, and does not change other rows."""
     short = replace(context, max_tokens=6, max_prompt=18)
@@ -209,6 +221,10 @@ def test_a_conversation_that_outgrows_its_room_ends_unfinished(context: Context)
     for row in range(SAMPLES):
         old, new = row_of(first[2], row), row_of(second[2], row)
         assert new[:4] == [*old[:3], False]
+    brief = Replies((":",) * SAMPLES, ("user",) * SAMPLES, torch.zeros(SAMPLES, dtype=torch.bool))
+    third = turn(engine, {2: {"conversation": second[2], "replies": brief}}, weights())[2]
+    assert not any(third.in_newest_turn())
+    assert all(row_of(third, row) == row_of(second[2], row) for row in range(SAMPLES))
     alone = play(make_engine(short, samples=SAMPLES), [3], turns=2)[-1][3]
     fits = [row for row, turns in enumerate(second[3].turns()) if turns == 2]
     assert fits
@@ -770,6 +786,70 @@ def paying(rollouts: Rollouts) -> Replies:
     rewards_N = torch.tensor([turn + row / 10 for row in range(len(rollouts))])
     done_N = torch.tensor([turn > row for row in range(len(rollouts))])
     return Replies((":",) * len(rollouts), ("user",) * len(rollouts), done_N, rewards_N)
+
+
+@environment
+def forgetful(rollouts: Rollouts) -> Replies:
+    """Pay 1 for the first turn of row 0, which is done then, and nothing later, when it is not done any more."""
+    first = max(rollouts.turns()) == 1
+    done_N = torch.tensor([first and row == 0 for row in range(len(rollouts))])
+    return Replies((":",) * len(rollouts), ("user",) * len(rollouts), done_N, done_N * 1.0)
+
+
+@node(pool="scorer")
+def remembered(rollouts: Rollouts, rewards: Rewards) -> Rewards:
+    assert rollouts.turns() == [1, 3, 3]
+    assert rewards.values_N.tolist() == [1.0, 0.0, 0.0]
+    return rewards
+
+
+@program
+def forgotten(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts, replies = converse(prompts, broadcast(policy), environment=forgetful, turns=3, samples=3)
+    return aipo_update(policy, rollouts, group_advantage(remembered(rollouts, outcome(replies))))
+
+
+def test_what_has_ended_stays_so_and_keeps_its_reward(tmp_path: Path) -> None:
+    summary = run(forgotten, tmp_path / "run", replace(SMALL, eval_groups=0, updates=1))
+    assert summary["status"] == "done", summary["error"]
+
+
+def split(definition: NodeDef[..., Any], result: Any) -> None:
+    """Take the result of a firing as a run does."""
+    if isinstance(result, ValueError):
+        raise result
+    definition.split(result, stateful=False)
+
+
+@pytest.mark.parametrize(
+    ("replies", "said"),
+    [
+        (
+            {"texts": (":",), "roles": ("user",), "done_N": torch.tensor([True])},
+            "1 replies, needed 3, one for each row",
+        ),
+        ({"texts": (), "roles": (), "done_N": torch.zeros(0, dtype=torch.bool)}, "0 replies, needed 3"),
+        ({"done_N": [True] * 3}, "done_N of a list, needed an array"),
+        ({"done_N": torch.full((3,), 0.1)}, "done_N of float, needed an array .N., one bool"),
+        ({"roles": ("user", "martian", "tool")}, 'the role \'martian\', needed "user" or "tool"'),
+    ],
+)
+def test_malformed_replies_fail_their_group(replies: dict[str, Any], said: str) -> None:
+    """Too few replies, for example, are not the end of the other rows."""
+    sound = {"texts": (":",) * 3, "roles": ("user",) * 3, "done_N": torch.ones(3, dtype=torch.bool)}
+
+    @environment
+    def malformed(rollouts: Rollouts) -> Replies:
+        return Replies(**{**sound, **replies})
+
+    assert malformed.init is not None
+    calls = malformed.init(CONTEXT, deadline=PATIENCE_S)
+    calls.submit("", {"rollouts": random_rollouts([(1, 1)] * 3)})
+    while not (finished := calls.step()):
+        pass
+    ((_, result),) = finished
+    with pytest.raises(ValueError, match=f"malformed returned {said}"):
+        split(malformed, result)
 
 
 @node(pool="scorer")
