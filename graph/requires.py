@@ -138,6 +138,21 @@ class Call:
                 pending += [item.ref.node for item in node.inputs if not item.back]
         return found
 
+    def origins(self, name: str) -> set[str]:
+        """The nodes and sources of the rollouts that an input comes from, however far back: those that make some and
+        read none."""
+        view, pending, seen = self.view, [self._inputs[name].node] if name in self._inputs else [], set[str]()
+        while pending:
+            if (step := pending.pop()) not in seen:
+                seen.add(step)
+                node = view.nodes.get(step)
+                pending += [item.ref.node for item in node.inputs if not item.back] if node is not None else []
+        made = {argument.name for argument in view.arguments.values() if view.fits(argument.type, ROLLOUTS)}
+        for other in view.nodes.values():
+            if not any(view.fits(item.type, ROLLOUTS) for item in other.inputs if not item.back):
+                made |= {other.name for output in other.outputs if view.fits(output.type, ROLLOUTS)}
+        return made & seen
+
     def branched(self, name: str) -> bool:
         """True if an input comes from responses that continue prefixes."""
         return any(item.type == PREFIXES for step in self.behind(name) for item in self.view.nodes[step].inputs)

@@ -90,6 +90,15 @@ def alone_and_learnt(policy: Policy, reward: RewardModel, prompts: Prompts) -> d
 
 
 @program
+def of_others(policy: Policy, prompts: Prompts) -> Policy:
+    weights = broadcast(policy, lag=1)
+    own, others = (generate(prompts, weights, samples=2) for _ in range(2))
+    worth = group_advantage(score(others, by=math_answer))
+    # unmet-requirement: aipo_update: input 'advantage' given one of the responses of generate_2 … one of generate, as
+    return aipo_update(policy, own, worth)
+
+
+@program
 def twins(policy: Policy, prompts: Prompts) -> Policy:
     rollouts, advantage = compared(policy, prompts)
     again = [term(rollouts, advantage, loss=aipo), term(rollouts, loss=partial(ppo, clip_low=0.1))]

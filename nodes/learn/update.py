@@ -79,6 +79,15 @@ def one_rate(call: Call) -> None:
         raise call.lack(given, "one of the two", "lr", code="two-learning-rates")
 
 
+def of_its_rows(call: Call) -> None:
+    """Requirement of inputs with a number for each row or token: they come from the responses that are learnt from."""
+    own = call.origins("rollouts")
+    for name in ("advantage", "reference", "proximal"):
+        if (of := call.origins(name)) and (missing := own - of):
+            given, needed = (", ".join(sorted(names)) for names in (of, missing))
+            raise call.lack(f"one of the responses of {given}", f"one of {needed}, as its rollouts are", input=name)
+
+
 def own_names(call: Call) -> None:
     """Requirement of terms: different names, since the names of their metrics begin with them."""
     beside = [call.view.nodes.get(item.ref.node) for item in call.node.inputs if item.name.startswith("beside[")]
@@ -143,7 +152,7 @@ class Term(Rollouts):
 
 
 @reads_tokens
-@requires(penalty, not_negative("kl"), finite("weight", "entropy"), one_rate, own_names)
+@requires(of_its_rows, penalty, not_negative("kl"), finite("weight", "entropy"), one_rate, own_names)
 @node(pool="trainer", clock="update")
 @update_options()
 def policy_update(
@@ -220,7 +229,7 @@ def policy_update(
     return policy, {**found, **metrics, "loss": whole, "tokens": tokens, **figures}
 
 
-@requires(penalty, not_negative("kl"), finite("weight", "entropy"), plain_name)
+@requires(of_its_rows, penalty, not_negative("kl"), finite("weight", "entropy"), plain_name)
 @node(pool="trainer", clock="update")
 def term(
     rollouts: Rollouts,
@@ -253,7 +262,7 @@ def term(
 
 
 @reads_tokens
-@requires(reads("behaviour"), positive("rho"))
+@requires(of_its_rows, reads("behaviour"), positive("rho"))
 @node(pool="trainer", clock="update")
 @update_options()
 def aipo_update(
