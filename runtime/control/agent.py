@@ -74,7 +74,7 @@ from penstock.runtime.control.security import Join
 from penstock.runtime.control.signals import PREEMPTED, StopRequest, on_stop
 from penstock.runtime.control.silence import AwakeClock
 from penstock.runtime.control.sockets import SILENCE, Client
-from penstock.runtime.record.errors import visible
+from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.folder import make_folder, open_append
 from penstock.runtime.record.timeline import pool_of
 from penstock.runtime.tensor.shm import SHM, sweep
@@ -401,7 +401,9 @@ def serve_once(
         join = replace(join, grace=grace)
     if folder is not None:
         # A host that shares no file system with the launcher has no run folder yet.
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if lack := make_own_folder(folder):
+            print(visible(f"penstock agent: {lack}"), file=sys.stderr)
+            return 2, False
         join = replace(join, folder=str(folder.absolute()))
     elif not Path(join.folder).is_dir():
         needed = "needed a file system that the hosts share, or a folder of this host's own for its logs and its part"
@@ -418,6 +420,17 @@ def serve_once(
     if fault:
         print(visible(f"penstock agent: {fault}"), file=sys.stderr)
     return 1 if fault else 0, agent.again and not fault
+
+
+def make_own_folder(own: Path) -> str:
+    """Make this host's own run folder, and its folder of logs; both may exist. Returns "", or why that cannot be."""
+    try:
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(own / "logs")
+    except (OSError, RecordError) as error:
+        why = getattr(error, "strerror", None) or error
+        return f"given --folder {own}: {why}; needed a folder that can be made and written to"
+    return ""
 
 
 class _Ended(SystemExit):

@@ -28,7 +28,7 @@ from penstock.runtime.cluster.endpoints import (
     why_unreachable,
     why_unreachable_all,
 )
-from penstock.runtime.control.agent import serve_once
+from penstock.runtime.control.agent import make_own_folder, serve_once
 from penstock.runtime.control.desk import LINGER_S, OPTIONS
 from penstock.runtime.control.enrolment import (
     Admitted,
@@ -56,7 +56,6 @@ from penstock.runtime.control.security import Join, KeyFileError, KeyPair, Ticke
 from penstock.runtime.control.signals import FAILED, PREEMPTED
 from penstock.runtime.control.sockets import JOIN_S
 from penstock.runtime.record.errors import disk_fault, visible
-from penstock.runtime.record.folder import make_folder
 
 # Seconds until a file that another host has made must be visible here.
 SHARED_S = 5.0
@@ -354,12 +353,8 @@ def _look(welcome: Welcome, own: Path | None) -> Found:
     if own is None:
         given = f"given {folder}, which is another folder here" if folder.is_dir() else f"given no {folder} here"
         return Found(shared=False, lack=f"{given}; {needed}")
-    try:
-        own.mkdir(mode=0o700, parents=True, exist_ok=True)
-        make_folder(own / "logs")
-    except OSError as error:
-        return Found(shared=False, lack=f"given --folder {own}: {error.strerror}; needed a folder that can be made")
-    return Found(shared=False, folder=str(own))
+    lack = make_own_folder(own)
+    return Found(shared=False, lack=lack) if lack else Found(shared=False, folder=str(own))
 
 
 class DeskClient:

@@ -458,6 +458,14 @@ def test_a_folder_that_is_not_shared_is_found_when_an_agent_enrols(
     office.heard("needed a file system that the hosts share")
 
 
+def test_a_folder_of_an_agents_own_that_cannot_be_made_is_told(office: Office, tmp_path: Path) -> None:
+    ticket, own = tmp_path / "ticket.json", tmp_path / "own"
+    office.desk.ticket.write(ticket)
+    own.touch()
+    with pytest.raises(NoSlot, match=r"given --folder .*own: File exists; needed a folder that can be made"):
+        office.agent(ticket, own).result(PATIENCE_S)
+
+
 # Agents that come, and agents that do not.
 
 

@@ -441,6 +441,23 @@ def test_an_agent_that_has_no_run_folder_says_what_it_needs(
     assert not b.hear()  # it has not joined
 
 
+@pytest.mark.parametrize("there", ["no place", "a file", "a file as its logs"])
+def test_an_agent_that_cannot_make_its_own_folder_says_which(
+    b: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], there: str
+) -> None:
+    path, own = tmp_path / "b.json", Path("/proc/nope") if there == "no place" else tmp_path / "own"
+    b.join("b").write(path)
+    if there == "a file":
+        own.touch()
+    if there == "a file as its logs":
+        own.mkdir()
+        (own / "logs").touch()
+    assert serve(path, own) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"penstock agent: given --folder {own}: ")
+    assert said.endswith("; needed a folder that can be made and written to\n")
+
+
 def test_an_agent_whose_folder_for_sockets_is_anothers_says_what_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
