@@ -356,9 +356,10 @@ def _filled(name: str, own: Any) -> Any:
     """A kind's own figures, completed by those of the kind that it is `like`."""
     if not isinstance(own, dict) or "like" not in own:
         return own
-    if own["like"] not in GPUS:
-        raise ValueError(f"{name}.like: given {own['like']!r}; {nearest(str(own['like']), GPUS)}")
-    base = GPUS[own["like"]].model_dump()
+    like = own["like"]
+    if not isinstance(like, str) or like not in GPUS:
+        raise ValueError(f"{name}.like: given {like!r:.60}; {nearest(str(like), GPUS)}")
+    base = GPUS[like].model_dump()
     nested = {
         key: {**base[key], **own[key]} for key in ("tflops", "efficiency", "engine") if isinstance(own.get(key), dict)
     }

@@ -108,6 +108,8 @@ FAULTS = (
     ("tflops.bf16", "tflops.bf61", "unknown key 'gpus.ours.tflops.bf61'; did you mean 'bf16'?"),
     ("memory_gib = 96", "memory_gib = 0", "gpus.ours.memory_gib: given 0"),
     ('like = "H100"', 'like = "H1000"', "gpus: ours.like: given 'H1000'; did you mean 'H100'?"),
+    ('like = "H100"', 'like = ["H100"]', "gpus: ours.like: given ['H100']; did you mean 'H100'?"),
+    ('like = "H100"', 'like = { kind = "H100" }', "gpus: ours.like: given {'kind': 'H100'}; known: A100, "),
     ('like = "H100"', "", "gpus.ours: given memory_gib, tflops, needed memory_gb_s, too"),
 )
 
