@@ -58,7 +58,9 @@ def explain(error: ValidationError, where: str, table: "type[BaseModel] | None" 
         elif fault["type"] == "value_error":
             lines.append(": ".join(filter(None, (where, path, str(fault["ctx"]["error"])))))
         elif path not in inside:  # do not also call a list too short because of its faulty items
-            lines.append(f"{where}: {path}: given {fault['input']!r:.60}; {fault['msg'][0].lower()}{fault['msg'][1:]}")
+            form = next((FORMS[part] for part in fault["loc"][::-1] if part in FORMS), "")
+            needed = NEEDED[fault["type"]].format(form=form, **fault.get("ctx", {}))
+            lines.append(f"{where}: {path}: given {fault['input']!r:.60}, needed {needed}")
     return "\n".join(lines)
 
 
@@ -349,6 +351,38 @@ TABLES: dict[object, type[BaseModel]] = {
     "tflops": Tflops,
     "efficiency": Efficiency,
     "engine": HostTime,
+}
+
+
+# The lists and tables of a cluster file, by their keys, as they are written in TOML.
+FORMS: dict[object, str] = {
+    "hosts": "[[hosts]] for each host",
+    "devices": '["cuda:0"]',
+    "pools": "[pools]",
+    "gpus": "[gpus.NAME]",
+    "cpus": "[cpus.NAME]",
+    "tflops": "{ bf16 = 800 }",
+    "efficiency": "{ matmul = 0.6 }",
+    "engine": "{ step_ms = 0.5 }",
+}
+
+WHOLE = ("int_type", "int_parsing", "int_parsing_size", "int_from_float", "finite_number")
+# What a value needs to be, in words of TOML, by pydantic's type of the error. {form} is the value's in `FORMS`; the
+# other names are those of the error's context.
+NEEDED = {
+    "tuple_type": "a list: {form}",
+    "too_short": "at least {min_length}: {form}",
+    "dict_type": "a table: {form}",
+    "model_type": "a table: {form}",
+    "string_type": "a text in quotes",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "literal_error": "{expected}",
+    **dict.fromkeys(WHOLE, "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    "greater_than": "a number above {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than_equal": "at most {le:g}",
 }
 
 

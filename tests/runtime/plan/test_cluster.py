@@ -3,13 +3,15 @@
 import os
 import re
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from penstock.graph import Program, load, trace
 from penstock.nodes.model import eight_bit
-from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, nearest, read_cluster
+from penstock.runtime.cluster.cluster import Cluster, ClusterError, Cpu, Host, PoolTable, nearest, read_cluster
 from penstock.runtime.cluster.gpus import FP8_SINCE, GPUS, Efficiency, Gpu, HostTime, Tflops, gpu_like, kind_of
 from penstock.runtime.cluster.placement import check_pools, place, read_meshes, spelled
 from penstock.runtime.cluster.slots import moved
@@ -71,10 +73,14 @@ FAULTS = (
     ("bind =", "bnd =", "unknown key 'bnd'; did you mean 'bind'?"),
     ("cores = 16", "core = 16", "unknown key 'hosts.0.core'; did you mean 'cores'?"),
     ("cores = 16, ", "", "hosts.0: given name, address, devices, needed cores, too"),
-    ("cores = 16", "cores = 0", "hosts.0.cores: given 0; input should be greater than or equal to 1"),
+    ("cores = 16", "cores = 0", "hosts.0.cores: given 0, needed at least 1"),
+    ("cores = 16", "cores = 1.5", "hosts.0.cores: given 1.5, needed a whole number"),
+    ("cores = 16", "cores = [16]", "hosts.0.cores: given [16], needed a whole number"),
+    ('["cuda:0", "cpu"]', '"cuda:0"', "hosts.0.devices: given 'cuda:0', needed a list: [\"cuda:0\"]"),
+    ('name = "b"', "name = 7", "hosts.1.name: given 7, needed a text in quotes"),
     ('"cuda:0"', '"gpu0"', "hosts.0.devices.0: given 'gpu0', needed 'cpu' or 'cuda:<number>'"),
     ('"cuda:0"', '"cuda:0", "cuda:0"', "hosts.0.devices: cuda:0 is there twice"),
-    ('"external"', '"extern"', "hosts.1.agent: given 'extern'"),
+    ('"external"', '"extern"', "hosts.1.agent: given 'extern', needed 'local' or 'external'"),
     ('name = "b"', 'name = "b/c"', "hosts.1.name: given 'b/c', needed letters"),
     ('name = "b"', 'name = "a"', "hosts: a is there twice"),
     ('generator = "b"', 'generator = "bb"', "pools.generator: given host 'bb'; did you mean 'b'?"),
@@ -101,12 +107,19 @@ FAULTS = (
     ('bind = "10.0.0.1:5555"', "", "bind: given none, and the agent of b is on another machine"),
     ("10.0.0.1", "0.0.0.0", "bind: given '0.0.0.0:5555', every interface"),
     ("hosts = [", "hosts = ", "not TOML"),
-    (GOOD, "hosts = []", "hosts: given []"),
+    (GOOD, "hosts = []", "hosts: given [], needed at least 1: [[hosts]] for each host"),
+    (GOOD, '[hosts]\nname = "a"', "hosts: given {'name': 'a'}, needed a list: [[hosts]] for each host"),
+    (GOOD, 'hosts = ["a"]', "hosts.0: given 'a', needed a table: [[hosts]] for each host"),
+    (GOOD, "gpus = 3", "gpus: given 3, needed a table: [gpus.NAME]"),
     ('gpu = "B200"', 'gpu = "B20"', "hosts: b: given gpu 'B20'; did you mean 'B200'?"),
     ('gpu = "B200"', 'gpus = "B200"', "unknown key 'hosts.1.gpus'; did you mean 'gpu'?"),
     ("memory_gib = 96", "memroy_gib = 96", "unknown key 'gpus.ours.memroy_gib'; did you mean 'memory_gib'?"),
     ("tflops.bf16", "tflops.bf61", "unknown key 'gpus.ours.tflops.bf61'; did you mean 'bf16'?"),
-    ("memory_gib = 96", "memory_gib = 0", "gpus.ours.memory_gib: given 0"),
+    ("memory_gib = 96", "memory_gib = 0", "gpus.ours.memory_gib: given 0, needed a number above 0"),
+    ("memory_gib = 96", "memory_gib = [96]", "gpus.ours.memory_gib: given [96], needed a number"),
+    ("memory_gib = 96", "efficiency.link = 2", "gpus.ours.efficiency.link: given 2, needed at most 1"),
+    ("memory_gib = 96", "engine.eager = 5.5", "gpus.ours.engine.eager: given 5.5, needed true or false"),
+    ("tflops.bf16 = 800", "tflops = 800", "gpus.ours.tflops: given 800, needed a table: { bf16 = 800 }"),
     ('like = "H100"', 'like = "H1000"', "gpus: ours.like: given 'H1000'; did you mean 'H100'?"),
     ('like = "H100"', 'like = ["H100"]', "gpus: ours.like: given ['H100']; did you mean 'H100'?"),
     ('like = "H100"', 'like = { kind = "H100" }', "gpus: ours.like: given {'kind': 'H100'}; known: A100, "),
@@ -121,6 +134,32 @@ def test_a_fault_is_named_with_the_file_and_what_is_needed(
     with pytest.raises(ClusterError) as caught:
         _read(tmp_path, (GOOD if change in GOOD else KINDS).replace(change, into, 1))
     assert f"{tmp_path / 'cluster.toml'}: {message}" in str(caught.value)
+
+
+# A value of each kind that TOML has, and numbers outside of any range.
+VALUES = ('"x"', f'"{"9" * 5000}"', "-1", "1.5", "inf", "nan", "true", "[]", "[1]", "{}", "{ a = 1 }", "1979-05-27")
+PLACES: dict[str, type[BaseModel]] = {
+    "{} = {}": Cluster,
+    "hosts = [{{ name = 'a', cores = 1 }}, {{ {} = {} }}]": Host,
+    "pools.a.{} = {}": PoolTable,
+    "gpus.a.{} = {}": Gpu,
+    "gpus.a.tflops.{} = {}": Tflops,
+    "gpus.a.efficiency.{} = {}": Efficiency,
+    "gpus.a.engine.{} = {}": HostTime,
+    "cpus.a.{} = {}": Cpu,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_wrong_value_is_told_in_words_of_toml(tmp_path: Path, place: str) -> None:
+    said = ""
+    for key, value in product(PLACES[place].model_fields, VALUES):
+        try:
+            _read(tmp_path, place.format(key, value))
+        except ClusterError as error:
+            said += str(error).lower()
+    assert "needed" in said
+    assert not re.search(r"tuple|dictionary|instance|input", said)
 
 
 def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
