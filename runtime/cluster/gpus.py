@@ -75,7 +75,7 @@ class HostTime(BaseModel):
 
 
 class Tflops(BaseModel):
-    """10^12 operations per second by precision; 0 for a precision in which the kind does not compute."""
+    """10^12 operations per second by precision; 0 for one in which the kind does not compute. All compute in bf16."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -208,6 +208,15 @@ def test_all_keys_are_documented() -> None:
     assert [kind for kind in GPUS if kind not in PAGES] == []
 
 
+def test_a_kind_may_lack_each_precision_but_bf16(tmp_path: Path) -> None:
+    lacking = _read(tmp_path, KINDS + "tflops.fp32 = 0\ntflops.fp8 = 0\ntflops.fp4 = 0\n").gpus["ours"].tflops
+    assert (lacking.bf16, lacking.fp32, lacking.fp8, lacking.fp4) == (800, 0, 0, 0)
+    with pytest.raises(ClusterError, match=r"gpus\.ours\.tflops\.bf16: given 0, needed a number above 0"):
+        _read(tmp_path, KINDS.replace("800", "0"))
+    (row,) = [line for line in PAGES.splitlines() if line.startswith("| `tflops`")]
+    assert "`bf16`, above 0;" in row
+
+
 def test_a_word_makes_hosts_of_gpus_of_kinds_whose_names_differ() -> None:
     cluster = read_cluster("32x8xH100")
     assert len(cluster.hosts) == 32
