@@ -42,8 +42,9 @@ def main(argv: Sequence[str]) -> int:
     if flags.json:
         print(json.dumps({**figures(report), "report": str(path)}))
     else:
+        why = [f"The run failed: {error}"] if (error := report.facts.error) else []
         notes = [f"note: {note}" for note in report.facts.notes]
-        print(visible("\n".join([report.verdict, *notes, f"report {path}"])))
+        print(visible("\n".join([*why, report.verdict, *notes, f"report {path}"])))
     return 0
 
 

@@ -149,6 +149,12 @@ class Facts:
         return {when: value for when, value in found.items() if value is not None}
 
     @property
+    def error(self) -> str:
+        """Why the run failed; "" if it did not, or said nothing."""
+        ended = self.lives[-1].ended if self.lives else None
+        return (self.summary or ended or {}).get("error", "")
+
+    @property
     def failures(self) -> tuple[str, str]:
         """How many groups failed and firings were tried again, in words, and the error of the last one; "" for none."""
         summary = self.summary or {}

@@ -178,6 +178,7 @@ def figures(report: Report) -> dict[str, Any]:
         "folder": facts.folder,
         "program": facts.config.graph.name,
         "status": facts.summary["status"] if facts.summary else None,
+        "error": facts.error,
         "updates": facts.updates,
         "verdict": report.verdict,
         "notes": facts.notes,

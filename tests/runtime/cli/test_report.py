@@ -117,6 +117,22 @@ def test_what_is_missing_is_said_and_the_rest_is_drawn(
     assert name != "metrics.jsonl" or how is None or ('id="learning"' in page and len(found["notes"]) == 1)
 
 
+@pytest.mark.parametrize("place", ["summary.json", "the log"])
+def test_a_failed_run_says_why(folder: Path, say: Say, facts: Facts, place: str) -> None:
+    why = "score[1] raised ScoreError: the scorer is broken"
+    if place == "summary.json":
+        RunFolder(folder).write_json("summary.json", {"status": "failed", "error": why})
+    else:
+        (folder / "summary.json").unlink()
+        (folder / "events.log").unlink()
+        log = LogWriter(folder / "events.log")
+        log.segment(None, {"run": "abcdef012345"})
+        log.end({"status": "failed", "error": why})
+    assert say("report", folder).startswith(f"The run failed: {why}\n")
+    assert facts("report", folder)["error"] == why
+    assert why in (folder / "report.html").read_text()
+
+
 def test_a_run_that_goes_on_is_said_to_and_nothing_of_it_is_missed(folder: Path, facts: Facts) -> None:
     change(folder / "events.log", shortened)
     (folder / "summary.json").unlink()
