@@ -325,8 +325,12 @@ def _config_argv(
         name = key.replace("-", "_")
         if isinstance(value, dict):
             raise CommandError(f"--config {file}: {key!r} is a table, needed a value (flags are not grouped)")
-        if name not in known or name == "config":
-            raise CommandError(f"--config {file}: unknown key {key!r}{nearest_flag(key, known, of_nodes, '')}")
+        if name == "config":
+            needed = "the keys of that file in this one: a config file names no other one"
+            raise CommandError(f"--config {file}: given config = {value!r}, needed {needed}")
+        if name not in known:
+            others = known.keys() - {"config"}
+            raise CommandError(f"--config {file}: unknown key {key!r}{nearest_flag(key, others, of_nodes, '')}")
         words += _words(name.replace("_", "-"), value, known[name])
     place = f"--config {file}: "
     words = _spread(words, known, place)

@@ -279,6 +279,8 @@ def test_a_config_file_gives_flags_and_the_command_line_wins(config: Callable[[s
     ("text", "said"),
     [
         ("updats = 3", r"c.toml: unknown key 'updats'; the nearest: updates"),
+        ("confg = 'x.toml'", r"c.toml: unknown key 'confg'; (?!.*config)"),
+        ("config = 'x.toml'", r"c.toml: given config = 'x.toml', needed .*: a config file names no other one$"),
         ("[run]\nupdates = 3", r"c.toml: 'run' is a table, needed a value \(flags are not grouped\)"),
         ("samples = {a = 1}", r"'samples' is a table"),
         ("samples = 2.5", r"c.toml: --samples: given '2.5', needed a whole number$"),
