@@ -5,11 +5,13 @@ turns.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
 
-from penstock.graph.errors import Fault, caller, fault, nearest
+from penstock.graph.errors import Fault, GraphError, caller, fault, nearest
 from penstock.graph.imports import encode
 from penstock.graph.ir import Input, Output, Ref
 from penstock.graph.node import NodeDef
@@ -29,6 +31,41 @@ C = TypeVar("C")
 Q = ParamSpec("Q")
 
 
+def _construct(fn: Callable[P, A]) -> Callable[P, A]:
+    """The construct, where a call that does not fit the signature is a fault, as it is for nodes."""
+    form = inspect.signature(fn)
+
+    @functools.wraps(fn)
+    def called(*args: P.args, **kwargs: P.kwargs) -> A:
+        try:
+            form.bind(*args, **kwargs)
+        except TypeError:
+            raise _misfit(fn.__name__, form, args, kwargs) from None
+        return fn(*args, **kwargs)
+
+    return called
+
+
+def _misfit(name: str, form: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GraphError:
+    """The fault of a call that does not fit the signature of the construct `name`."""
+    kinds = {key: parameter.kind for key, parameter in form.parameters.items()}
+    places = [key for key, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    options = [key for key, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
+    several = inspect.Parameter.VAR_POSITIONAL in kinds.values()
+    if len(args) > len(places) and not several:
+        needed = f"{len(places)} ({', '.join(places)}); options are passed by keyword ({', '.join(options)})"
+        return fault("too-many-inputs", f"{name}: inputs", f"{len(args)} positional values", needed)
+    for key, given in kwargs.items():
+        if key in places[: len(args)]:
+            return fault("input-given-twice", f"{name}: input {key!r}", "two values, by place and by keyword", "one")
+        if key not in [*places, *options] and inspect.Parameter.VAR_KEYWORD not in kinds.values():
+            needed = f"an option of {name}{nearest(key, [*places, *options])}"
+            return fault("unknown-option", f"{name}: option {key!r}", repr(given), needed)
+    lacking = next(key for key in places[len(args) :] if key not in kwargs)
+    return fault("missing-input", f"{name}: input {lacking!r}", "nothing", f"all of {', '.join(places)}")
+
+
+@_construct
 def broadcast(
     value: Any, *, lag: int = 0, every: int = 1, precision: Literal["", "int8", "fp8"] | None = ""
 ) -> Weights:
@@ -41,6 +78,7 @@ def broadcast(
     return cast(Weights, recording("broadcast").edge("broadcast", value, lag, every, precision))
 
 
+@_construct
 def delay(value: A, *, lag: int = 0) -> A:
     """A carried value exactly as it was `lag` updates ago, for nodes that fire per group in its own pool.
 
@@ -57,6 +95,7 @@ def keep(value: A, /, *, when: Callable[[A], bool]) -> A: ...
 def keep(first: A, second: B, /, *, when: Callable[[A, B], bool]) -> tuple[A, B]: ...
 @overload
 def keep(first: A, second: B, third: C, /, *, when: Callable[[A, B, C], bool]) -> tuple[A, B, C]: ...
+@_construct
 def keep(*values: Any, when: Callable[..., bool] | None = None) -> Any:
     """The values of those prompt groups for which `when(*values)` is true. Other groups are dropped, and the next ones
     take their place: an update consumes `batch` kept groups, in order."""
@@ -82,6 +121,7 @@ def alternate(
 def alternate(
     speak: NodeDef[P, A], answer: NodeDef[Q, B], *inputs: Any, turns: int | None = None, **options: Any
 ) -> tuple[A, B]: ...
+@_construct
 def alternate(
     speak: NodeDef[..., Any], answer: NodeDef[..., Any], *inputs: Any, turns: int | None = None, **options: Any
 ) -> Any:

@@ -25,6 +25,8 @@ from penstock.graph import (
     alternate,
     broadcast,
     check,
+    delay,
+    keep,
     load,
     node,
     program,
@@ -473,6 +475,23 @@ def test_values_of_another_program_are_refused() -> None:
         lambda m, a: learn(m, judge(kept[0])), "not-a-value", "judge: input 'answers'", "a value of another program"
     )
     fails(lambda: judge(kept[0]), "outside-program", "judge")
+
+
+def test_calls_of_constructs_are_checked() -> None:
+    # Strict types would refuse these calls.
+    send: Any = broadcast
+    old: Any = delay
+    some: Any = keep
+    turns: Any = alternate
+    options = "1 (value); options are passed by keyword (lag, every, precision)"
+    failing(lambda m, a: send(m, 2), "too-many-inputs", "broadcast: inputs", "2 positional values", options)
+    failing(lambda m, a: old(m, 2), "too-many-inputs", "delay: inputs", "2 positional values", "keyword (lag)")
+    failing(lambda m, a: send(m, lagg=2), "unknown-option", "broadcast: option 'lagg'", "given   2", "nearest: lag")
+    failing(lambda m, a: send(lag=2), "missing-input", "broadcast: input 'value'", "given   nothing")
+    failing(lambda m, a: old(m, value=m), "input-given-twice", "delay: input 'value'")
+    failing(lambda m, a: some(a, whn=len), "unknown-option", "keep: option 'whn'", "nearest: when")
+    failing(lambda m, a: turns(), "missing-input", "alternate: input 'speak'", "needed  all of speak, answer")
+    failing(lambda m, a: turns(judge), "missing-input", "alternate: input 'answer'")
 
 
 def test_options_of_a_trace_are_checked() -> None:
