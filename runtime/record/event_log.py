@@ -228,10 +228,13 @@ def read_log(path: Path, records: int = 0) -> list[Segment]:
     segments, damage = read_segments(path)
     if damage is not None:
         raise damage
-    found = sum(1 + len(s.stages) + sum(len(t.steps) for t in s.stages) + (s.ended is not None) for s in segments)
-    if found < records:
+    if (found := num_records(segments)) < records:
         raise LogError(f"{path}: given {found} records, needed the {records} that the run wrote: it was cut")
     return segments
+
+
+def num_records(segments: Iterable[Segment]) -> int:
+    return sum(1 + len(s.stages) + sum(len(t.steps) for t in s.stages) + (s.ended is not None) for s in segments)
 
 
 def read_segments(path: Path) -> tuple[list[Segment], LogError | None]:

@@ -17,7 +17,16 @@ from typing import Any, cast
 from penstock.runtime.control.messages import read_record
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.errors import RecordError
-from penstock.runtime.record.event_log import FORMAT, MAGIC, EndFacts, LogError, Segment, StageLog, read_segments
+from penstock.runtime.record.event_log import (
+    FORMAT,
+    MAGIC,
+    EndFacts,
+    LogError,
+    Segment,
+    StageLog,
+    num_records,
+    read_segments,
+)
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import LOST, HalfRow, Row, read_undamaged
 from penstock.runtime.record.samples import read_samples
@@ -180,22 +189,15 @@ def read_facts(folder: RunFolder, *, alive: bool = False) -> Facts:
     notes: list[str] = []
     asked = folder.read_json("config.json", ConfigFile).get("asked", {})
     config = RunConfig.load(folder)
-    lives = _lives(folder, notes, alive)
+    summary = None if alive else _summary(folder, notes)
+    lives = _lives(folder, summary or {}, notes, alive)
     rows = _rows(folder, lives, notes, alive)
-    summary: Mapping[str, Any] | None = None
     if alive:
         sums = {name: sum(row[name] for row in rows if isinstance(row.get(name), int)) for name in ("groups", *LOST)}
         fates = {"consumed": sums["groups"], "dropped": sums["dropped"], "failed": sums["failed"]}
         told = [note["text"] for note in folder.read_notes()[0] if note["level"] == "warning"]
         summary = {"status": "running", "groups": sums["groups"], "fates": fates, "retried": sums["retried"]}
         summary = {**summary, "warnings": told}
-    elif not (folder.path / "summary.json").exists():
-        notes.append("There is no summary.json: nothing was left to write one.")
-    else:
-        try:
-            summary = folder.read_json("summary.json", Summary)
-        except RecordError as error:
-            notes.append(f"summary.json cannot be read: {error}")
     notes += _not_finite(rows, summary)
     samples: Sequence[SampleLine] = ()
     try:
@@ -203,6 +205,17 @@ def read_facts(folder: RunFolder, *, alive: bool = False) -> Facts:
     except RecordError as error:
         notes.append(f"samples.jsonl cannot be read: {error}")
     return Facts(str(folder.path), config, asked, summary, rows, lives, notes, samples)
+
+
+def _summary(folder: RunFolder, notes: list[str]) -> Mapping[str, Any] | None:
+    if not (folder.path / "summary.json").exists():
+        notes.append("There is no summary.json: nothing was left to write one.")
+        return None
+    try:
+        return cast(Mapping[str, Any], folder.read_json("summary.json", Summary))
+    except RecordError as error:
+        notes.append(f"summary.json cannot be read: {error}")
+        return None
 
 
 def _rows(folder: RunFolder, lives: Sequence[Life], notes: list[str], alive: bool) -> list[Row]:
@@ -244,7 +257,7 @@ def _updates(lives: Sequence[Life]) -> set[int]:
     return found
 
 
-def _lives(folder: RunFolder, notes: list[str], alive: bool) -> list[Life]:
+def _lives(folder: RunFolder, summary: Mapping[str, Any], notes: list[str], alive: bool) -> list[Life]:
     if not folder.events.exists() or not folder.events.stat().st_size:
         if not alive:
             what = "Nothing was written into events.log" if folder.events.exists() else "There is no events.log"
@@ -259,10 +272,16 @@ def _lives(folder: RunFolder, notes: list[str], alive: bool) -> list[Life]:
         return []
     if damage is not None:
         notes.append(f"The event log is damaged; what comes before the damage is shown. {damage}")
+    # A run counts its records at its end, and a killed one does not: a log with fewer was cut later.
+    found, counted = num_records(segments), summary.get("records", 0)
+    cut = damage is None and found < counted
+    if cut:
+        given = f"it has {found:,} of the {counted:,} records that the run wrote"
+        notes.append(f"The event log ends early: {given}. Its summary says {summary['status']}.")
     lives: list[Life] = []
     for number, segment in enumerate(segments):
         lives.append(_life(segment, lives, notes))
-        if segment.ended is None and damage is None and not (alive and number == len(segments) - 1):
+        if segment.ended is None and damage is None and not ((alive or cut) and number == len(segments) - 1):
             part = "The event log" if len(segments) == 1 else f"Part {number + 1} of the event log"
             notes.append(f"{part} has no end: its process was killed.")
     return lives

@@ -86,7 +86,7 @@ def without_lines(kept: int) -> Callable[[bytes], bytes]:
         (
             "events.log",
             lambda data: data[: len(data) * 3 // 4],
-            "^The event log has no end: its proc",
+            r"^The event log ends early: it has \d+ of the \d+ records that the run wrote\. Its summary says done\.$",
             set(range(1, 6)),
         ),
         ("events.log", lambda data: data[: len(data) // 40 + 4000], "", {0, 1, 2}),
@@ -115,6 +115,14 @@ def test_what_is_missing_is_said_and_the_rest_is_drawn(
     assert all(sum(rank["whole_ns"].values()) == found["wall_ns"] for rank in found["ranks"])
     page = (folder / "report.html").read_text()
     assert name != "metrics.jsonl" or how is None or ('id="learning"' in page and len(found["notes"]) == 1)
+
+
+def test_a_killed_run_is_said_to_be_killed(folder: Path, facts: Facts) -> None:
+    change(folder / "events.log", shortened)
+    killed = "The event log has no end: its process was killed."
+    assert facts("report", folder)["notes"] != [killed]  # the summary counts the records of a run that ended
+    RunFolder(folder).write_json("summary.json", {"status": "failed"})  # as the command writes it for a killed process
+    assert facts("report", folder)["notes"] == [killed]
 
 
 @pytest.mark.parametrize("place", ["summary.json", "the log"])

@@ -74,7 +74,7 @@ def simulated_run(
     for update, end in enumerate(simulation.ends):
         rows.append(_row(update, end, lag))
     rows.close()
-    folder.write_json("summary.json", _summary(folder, simulation, batch))
+    folder.write_json("summary.json", _summary(folder, simulation, batch, log.records))
     folder.unlock()
     return Made(folder, simulation)
 
@@ -103,10 +103,10 @@ def _row(update: int, end: float, lag: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _summary(folder: RunFolder, simulation: Simulation, batch: int) -> dict[str, Any]:
+def _summary(folder: RunFolder, simulation: Simulation, batch: int, records: int) -> dict[str, Any]:
     groups = batch * len(simulation.ends)
     return {
         "status": "done", "accuracy_before": ACCURACY, "accuracy_after": 0.93, "updates": len(simulation.ends),
         "groups": groups, "fates": {"consumed": groups, "dropped": 0, "failed": 0}, "wall_s": simulation.wall_s,
-        "measured": [], "dropped_frames": {}, "error": "", "folder": str(folder.path),
+        "measured": [], "dropped_frames": {}, "error": "", "folder": str(folder.path), "records": records,
     }  # fmt: skip
