@@ -28,7 +28,7 @@ from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.event_log import EndRecord, Mark, Record, SegmentRecord, StageRecord, new_records
 from penstock.runtime.record.folder import RunFolder, absolute
-from penstock.runtime.record.metrics import read_rows
+from penstock.runtime.record.metrics import HalfRow, read_undamaged
 from penstock.runtime.record.typed_json import Summary
 from penstock.runtime.report.follow import Follow, streams
 from penstock.runtime.report.run_history import read_facts
@@ -142,7 +142,7 @@ class Watched:
         self.stage = ""
         self.ended: Line | None = None
         self._mark: Mark | None = None
-        self._broken = False
+        self._broken = self._damaged = False  # the log, and metrics.jsonl
         self._scheduler: Scheduler | None = None
         self._follow: Follow | None = None
         self._live: dict[str, int] = {}
@@ -167,11 +167,15 @@ class Watched:
                 yield {"kind": "note", "text": f"what the pools do cannot be followed: {error}"}
         notes, self._noted = self.folder.read_notes(self._noted)
         yield from ({"kind": "note", **note} for note in notes)
-        rows = read_rows(self.folder.metrics)
+        rows, damage = read_undamaged(self.folder.metrics)
         # A resume drops the rows of updates that it repeats.
         self._rows = min(self._rows, len(rows))
         yield from ({"kind": "row", "row": row} for row in rows[self._rows :])
         self._rows = len(rows)
+        # A run that is alive may be writing its last row.
+        if damage is not None and not isinstance(damage, HalfRow) and not self._damaged:
+            self._damaged = True
+            yield {"kind": "note", "text": f"metrics.jsonl is damaged; what comes before the damage is shown. {damage}"}
         end = self.summary() or {}
         ends = {when: end.get(f"accuracy_{when}") for when in ("before", "after")}
         accuracy = self._known | {when: value for when, value in ends.items() if value is not None}

@@ -196,6 +196,17 @@ def test_a_finished_run_without_its_summary_was_not_killed(folder: RunFolder, ca
     assert "it was killed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("line", ['{"update": 3, "los', '{"update": 3, "loss": NaN}'])
+def test_rows_before_a_damaged_one_are_shown(folder: RunFolder, say: Say, line: str) -> None:
+    rows = folder.metrics.read_text().splitlines()[:-1]
+    folder.metrics.write_text("\n".join([*rows, line, ""]))
+    picture, lines = say("watch", folder.path, "--once"), say("watch", folder.path, "--plain")
+    assert "3/4" in picture
+    assert "update 3/4" in lines
+    for shown in (picture, lines):
+        assert "metrics.jsonl is damaged; what comes before" in " ".join(shown.replace("│", "").split())
+
+
 HALF, UPDATES = 30, 60
 HELD = f"""
 from pathlib import Path
