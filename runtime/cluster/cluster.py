@@ -59,7 +59,8 @@ def explain(error: ValidationError, where: str, table: "type[BaseModel] | None" 
             lines.append(": ".join(filter(None, (where, path, str(fault["ctx"]["error"])))))
         elif path not in inside:  # do not also call a list too short because of its faulty items
             form = next((FORMS[part] for part in fault["loc"][::-1] if part in FORMS), "")
-            needed = NEEDED[fault["type"]].format(form=form, **fault.get("ctx", {}))
+            needed = NEEDED.get(fault["type"], "")
+            needed = needed.format(form=form, **fault.get("ctx", {})) if needed else fault["msg"]
             lines.append(f"{where}: {path}: given {fault['input']!r:.60}, needed {needed}")
     return "\n".join(lines)
 
