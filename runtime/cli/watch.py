@@ -121,9 +121,9 @@ def watch_in_terminal(folder: RunFolder, *, plain: bool, once: bool) -> int:
     if picture:
         console = Console()
         console.print(dashboard(display.progress, shown, console.width, watched.seconds))
-    elif not alive:
-        for error in display.progress.errors:
-            print(visible(f"penstock watch: {error}"), file=sys.stderr)
+    for error in () if alive else display.progress.errors:
+        print(visible(f"penstock watch: {error}"), file=sys.stderr)
+    if not (picture or alive):
         summary = watched.summary()
         if summary is not None and "command_s" in summary:
             print(visible(summary_text(summary, updates, shown, command=going_on(folder))))

@@ -192,8 +192,9 @@ def test_a_finished_run_without_its_summary_was_not_killed(folder: RunFolder, ca
     assert watch_in_terminal(folder, plain=True, once=False) == 0
     assert "killed" not in capsys.readouterr().err
     folder.events.write_bytes(folder.events.read_bytes()[:-1])
-    assert watch_in_terminal(folder, plain=True, once=False) == 0
-    assert "it was killed" in capsys.readouterr().err
+    for once in (False, True):
+        assert watch_in_terminal(folder, plain=not once, once=once) == 0
+        assert "it was killed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", ['{"update": 3, "los', '{"update": 3, "loss": NaN}'])
