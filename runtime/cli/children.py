@@ -8,6 +8,7 @@
   anywhere. The exit status is that of `penstock run`.
 """
 
+import atexit
 import dataclasses
 import gc
 import json
@@ -466,6 +467,10 @@ def run_here(path: str) -> int:
 
 
 def main(mode: str, words: str) -> int:
+    # Nearly all of its objects are imported modules, which stay: collect garbage rarely, and not at the exit, where it
+    # would take half a second.
+    gc.set_threshold(100_000)
+    atexit.register(gc.freeze)
     if mode == "run":
         try:
             with on_stop(interrupt):
@@ -475,8 +480,6 @@ def main(mode: str, words: str) -> int:
     # Ctrl-C, or a closed pipe while help is printed, ends it without a traceback.
     for number in (signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
-    # Nearly all of its objects are imported modules, which stay: collect garbage rarely.
-    gc.set_threshold(100_000)
     with os.fdopen(int(words), "r+") as memfd:
         arguments = json.load(memfd)
         memfd.seek(0)

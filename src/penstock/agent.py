@@ -8,4 +8,5 @@ from penstock.runtime.control.process import die_with_parent
 if __name__ == "__main__":
     # What starts it may be killed, as an actor of Ray is.
     die_with_parent()
-    main(["agent", *sys.argv[1:]])
+    sys.argv.insert(1, "agent")
+    main()
