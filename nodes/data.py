@@ -34,6 +34,7 @@ from penstock.nodes.data_files import (
     Table,
     called,
     is_on_hub,
+    no_rows,
     open_table,
     read_demonstration,
     read_pair,
@@ -110,6 +111,7 @@ def open_prompts(context: Context) -> Source:
 
 def open_calculations(context: Context) -> Source:
     """Arithmetic problems of two digits, for a model that can call a calculator."""
+    no_rows(context, "problems for a calculator")
     return Made(lambda ordinal: Calculations(*_problem_of(context, CALCULATOR_DIGITS, ordinal)), size=_size(context))
 
 
@@ -129,7 +131,16 @@ def open_demonstrations(context: Context) -> Source:
 
 
 def open_tool_demonstrations(context: Context) -> Source:
-    """Demonstrations of a teacher with a calculator, `ROWS` per ordinal."""
+    """Demonstrations of a teacher with a calculator, `ROWS` per ordinal. Raises DataError for data of rows, and for a
+    model whose turns do not end with `EOS`."""
+    from penstock.nodes.open_model import run_spec  # torch
+
+    no_rows(context, "demonstrations with a calculator")
+    tokenizer = run_spec(context).tokenizer
+    if tokenizer.encode(EOS) != [tokenizer.eos]:
+        given = f"{context.model}, whose turns end with {tokenizer.backend.id_to_token(tokenizer.eos)!r}"
+        needed = f"a new model (--model new), or one whose turns end with {EOS!r}, which stands in the demonstrations"
+        raise DataError(f"model: given {given}, needed {needed}")
 
     def response(problem: Problem, ordinal: int, row: int) -> str:
         # Keyed by the row, so that a resumed run sees the same demonstrations.
@@ -359,9 +370,7 @@ def arithmetic_digits(context: Context) -> int | None:
     if name == "arithmetic":
         if (digits or "3") not in tuple("23456"):
             raise DataError(f"{called(context)}: given {data!r}, needed arithmetic:2 to arithmetic:6")
-        for option in ("data_split", "prompt_field", "answer_field", "row", "system"):
-            if given := getattr(context, option):
-                raise DataError(f"--{option.replace('_', '-')}: given {given!r} with arithmetic, needed --data of rows")
+        no_rows(context, "arithmetic", "--data of rows")
         return int(digits or 3)
     if Path(data).exists() or is_on_hub(data):
         return None

@@ -22,6 +22,7 @@ from penstock.graph.context import Context, random_key
 from penstock.graph.node import fire
 from penstock.graph.protocols import Carried, Source
 from penstock.graph.types import BY_LAG, Metrics, Policy, Prompts, Replies, Rewards, Rollouts, Weights
+from penstock.nodes.data_files import no_rows
 from penstock.nodes.environments.environment import environment
 from penstock.nodes.learn.batching import behaviour_logprobs, sampled_mask
 
@@ -209,6 +210,7 @@ def make_policy(context: Context) -> Carried:
 
 
 def open_prompts(context: Context) -> Source:
+    no_rows(context, "numbers as prompts")
     return _Ordinals()
 
 

@@ -36,9 +36,9 @@ Message = dict[str, str]
 
 
 def conversation(messages: Sequence[Message]) -> str:
-    """Chat messages as one text for `Tokenizer.encode_prompt`: for a single user message its content, otherwise
-    JSON."""
-    if [message["role"] for message in messages] == ["user"]:
+    """Chat messages as one text for `Tokenizer.encode_prompt`: for a single user message its content, unless that looks
+    like the JSON which it is for any others."""
+    if [message["role"] for message in messages] == ["user"] and not messages[0]["content"].startswith(_CHAT):
         return messages[0]["content"]
     return json.dumps([{"role": m["role"], "content": m["content"]} for m in messages], ensure_ascii=False)
 
@@ -66,8 +66,7 @@ class TokenizerError(ValueError):
 
 
 class Tokenizer:
-    """A tokenizer with its chat template. `stops` are the tokens that end a response; the first one is `eos`, which
-    ends a demonstration."""
+    """A tokenizer with its chat template. `stops` are the tokens that end a response; the first one is `eos`."""
 
     def __init__(
         self,
@@ -86,6 +85,19 @@ class Tokenizer:
     @property
     def eos(self) -> int:
         return self.stops[0]
+
+    @cached_property
+    def end(self) -> int:
+        """The token that ends a demonstration: the special one with which the chat template ends the model's turns, as
+        ChatML's `<|im_end|>`; `eos` if there is none."""
+        if self.template is None:
+            return self.eos
+        try:
+            after = self._encode(self._frame("user")[0])
+        except TokenizerError:  # a template of a single turn
+            return self.eos
+        special = {token for token, added in self.backend.get_added_tokens_decoder().items() if added.special}
+        return after[0] if after and after[0] in special else self.eos
 
     @property
     def vocab_size(self) -> int:
@@ -116,6 +128,7 @@ class Tokenizer:
             if roles not in self._said:
                 self._require_said(roles)
             return self._encode(self.render(*(message["content"] for message in messages), roles=roles))
+        text = messages[0]["content"] if messages else text
         if self.template is None:
             return self._encode(text, begins=True, plain=plain)
         # Template and text are encoded separately, so that special tokens are found in the template only.
@@ -336,6 +349,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         if _MARKS[0] not in said:
             needed = "the question in it"
             raise TokenizerError(f"{folder}: chat template: given {said!r} for every question, needed {needed}")
+        # The base of a model that chats may name another end than its template, which a model of the template learns.
+        tokenizer.stops = tuple(dict.fromkeys((*stops, tokenizer.end)))
     return tokenizer
 
 

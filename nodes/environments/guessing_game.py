@@ -8,6 +8,7 @@ import torch
 from penstock.graph.context import Context
 from penstock.graph.protocols import Source
 from penstock.graph.types import Mean, Metrics, Prompts, Replies, Rollouts
+from penstock.nodes.data_files import no_rows
 from penstock.nodes.environments.environment import environment
 
 LOW, HIGH = 0, 9
@@ -39,7 +40,8 @@ class _Secrets:
 
 
 def open_secrets(context: Context) -> Source:
-    """The source of `Secrets`. Raises ValueError unless 0 <= low < high."""
+    """The source of `Secrets`. Raises ValueError unless 0 <= low < high, and for data of rows."""
+    no_rows(context, "secrets")
     return _Secrets(context)
 
 

@@ -57,14 +57,14 @@ def rollouts_of(
 
     `tokenizer` is that of the policy that learns from them: `language_model(policy).tokenizer` in a node that reads the
     policy, `run_spec(context).tokenizer` (`nodes.open_model`) in the `init` of a node with state. Each response ends
-    with an end token. Rows of one prompt group have the same of `ordinals`; without ordinals, each row is a group of
+    with `tokenizer.end`. Rows of one prompt group have the same of `ordinals`; without ordinals, each row is a group of
     its own. Raises ValueError for a row of more than `limit` tokens, and for lists of different lengths.
     """
     for name, each in (("responses", responses), ("ordinals", ordinals), ("answers", answers)):
         if each is not None and len(each) != len(texts):
             raise ValueError(f"rollouts_of: given {len(each)} {name}, needed {len(texts)}, one for each text")
     prompts = [tokenizer.encode_prompt(text) for text in texts]
-    replies = [[*tokenizer.encode(response), tokenizer.eos] for response in responses]
+    replies = [[*tokenizer.encode(response), tokenizer.end] for response in responses]
     wholes = [torch.tensor(prompt + reply) for prompt, reply in zip(prompts, replies, strict=True)]
     for text, whole in zip(texts, wholes, strict=True):
         if limit is not None and len(whole) > limit:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.graph.protocols import Carried
 from penstock.nodes.data import Demonstrations
-from penstock.nodes.learn.sft import sft_update
+from penstock.nodes.learn.sft import rollouts_of, sft_update
 from penstock.nodes.model import CausalLM, ModelConfig, ModelError, load_model, read_config
 from penstock.nodes.model.config import RopeScaling
 from penstock.nodes.model.elementwise import rms_norm
@@ -566,6 +566,18 @@ def test_a_prompt_begins_as_the_model_wants_it_and_a_response_may_end_in_several
     assert load_tokenizer(folder).stops == (1, 2)
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": True}))
     assert load_tokenizer(folder).stops == (1, 0)
+
+
+def test_a_demonstration_ends_as_the_chat_template_ends_a_turn(tmp_path: Path) -> None:
+    """Also of a base whose own end is another token. A response may end with either."""
+    chat = "{% for m in messages %}what {{ m.content }}{% if m.role == 'assistant' %}%s{% endif %} {% endfor %}is"
+    for end, token in (("<end>", 2), ("</s>", 1), ("what", 1)):
+        tokenizer = load_tokenizer(words_folder(tmp_path, chat_template=chat.replace("%s", end)))
+        assert (tokenizer.end, tokenizer.eos, {*tokenizer.stops}) == (token, 1, {1, token})
+        rows = rollouts_of(tokenizer, ["is"], ["what"])
+        assert rows.tokens_NS[0, -2:].tolist() == [3, token]
+    tokenizer = load_tokenizer(words_folder(tmp_path))
+    assert (tokenizer.end, tokenizer.stops) == (1, (1,))
 
 
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "a list", "chat_template.jinja"])
