@@ -440,7 +440,9 @@ class Planning:
     """Tokens of the longest prompt, or conversation before its last turn; slots and micro-batches have room for it."""
     prompt_tokens: Count = 128
     """Mean tokens of a prompt."""
-    environment_s: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
+    environment_s: Annotated[
+        float | None, Meta(ge=0, le=1e9), Shown("SECONDS", "1 where the program has an environment")
+    ] = None
     """Seconds that an environment takes for one turn of a conversation. (--lengths are of all turns together.)"""
     kept: Annotated[float | None, Shown("SHARE", "0.7 where the program has a filter")] = None
     """Share of the groups that all filters (keep) of the program let through; the others are replaced."""

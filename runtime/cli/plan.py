@@ -25,7 +25,7 @@ from penstock.runtime.plan.calibrate import calibrate
 from penstock.runtime.plan.confidence import NOT_CALIBRATED, Confidence
 from penstock.runtime.plan.model_shape import read_shape
 from penstock.runtime.plan.planner import Alternative, Planned, PoolPlan, plan
-from penstock.runtime.plan.roles import KEPT, roles_of, with_adapters, work_of
+from penstock.runtime.plan.roles import ENVIRONMENT_S, KEPT, roles_of, with_adapters, work_of
 from penstock.runtime.plan.run_plan import KEY as RUN
 from penstock.runtime.plan.run_plan import RunPlan, run_plan
 from penstock.runtime.plan.workload import Workload, given_lengths
@@ -89,11 +89,15 @@ def run_of(found: Planned, traced: Traced) -> RunPlan:
 def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
     """The workload by the flags; samples, epochs and minibatches are the program's."""
     roles = roles_of(graph)
-    if flags.kept is not None and not roles.filters:
-        raise CommandError(f"--kept: given {flags.kept:g}, needed none, since {roles.graph} has no filter (keep)")
-    kept = KEPT if flags.kept is None else flags.kept
-    if not 0 < kept <= 1:
-        raise CommandError(f"--kept: given {kept:g}, needed a share above 0, 1 at most")
+    parts = (
+        ("--kept", flags.kept, roles.filters, "filter (keep)"),
+        ("--environment-s", flags.environment_s, roles.environment, "environment"),
+    )
+    for flag, value, part, what in parts:
+        if value is not None and not part:
+            raise CommandError(f"{flag}: given {value:g}, needed none, since {roles.graph} has no {what}")
+    if flags.kept is not None and not 0 < flags.kept <= 1:
+        raise CommandError(f"--kept: given {flags.kept:g}, needed a share above 0, 1 at most")
     shape = with_adapters(read_shape(flags.model), graph, roles.cycle[0], flags.lora, flags.lora_targets)
     if shape.context and flags.max_tokens >= shape.context:
         needed = f"1 to {shape.context - 1}: the context of {shape.name} has {shape.context} tokens"
@@ -104,8 +108,9 @@ def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
     return work_of(
         roles, shape, batch, given_lengths(flags.lengths, flags.max_tokens), flags.max_tokens,
         max_prompt=flags.max_prompt,
-        prompt_tokens=flags.prompt_tokens, micro_tokens=flags.micro_tokens, environment_s=flags.environment_s,
-        kept=kept,
+        prompt_tokens=flags.prompt_tokens, micro_tokens=flags.micro_tokens,
+        environment_s=ENVIRONMENT_S if flags.environment_s is None else flags.environment_s,
+        kept=KEPT if flags.kept is None else flags.kept,
     )  # fmt: skip
 
 

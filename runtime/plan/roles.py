@@ -20,8 +20,8 @@ from penstock.runtime.cluster.placement import begun_shares, cutter_of, decodes,
 from penstock.runtime.plan.model_shape import Shape
 from penstock.runtime.plan.workload import Lengths, Workload
 
-# The default share of the groups that filters keep.
-KEPT = 0.7
+# The default share of the groups that filters keep, and the default seconds of an environment's turn.
+KEPT, ENVIRONMENT_S = 0.7, 1.0
 
 
 class PlanError(ValueError):
@@ -205,7 +205,7 @@ def work_of(
     max_prompt: int = Context.max_prompt,
     prompt_tokens: int = 128,
     micro_tokens: int = 16384,
-    environment_s: float = 1.0,
+    environment_s: float = ENVIRONMENT_S,
     kept: float = KEPT,
 ) -> Workload:
     """The workload of an update of `prompts` groups; samples, epochs and minibatches are the program's."""

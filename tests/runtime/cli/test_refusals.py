@@ -142,6 +142,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         (f"plan aipo --cluster typo.toml {WORK}", 2, "unknown key 'hosts.0.device'; did you mean 'devices'"),
         (f"plan aipo {H100} --prompt-tokens 9 --max-prompt 8", 2, "given 9, needed at most the 8 of --max-prompt"),
         (f"plan aipo {H100} --kept 0.5", 2, "--kept: given 0.5, needed none, since aipo has no filter"),
+        *((f"{v} aipo {H100} --environment-s 0", 2, "given 0, needed none, since") for v in ("plan", "simulate")),
         *((f"plan dapo {H100} --kept {k}", 2, f"given {k}, needed a share above 0, 1 at most") for k in ("0", "1.5")),
         (f"plan guessing {H100} --environment-s nan", 2, "--environment-s: given nan, needed at least 0"),
         (f"plan aipo {H100} --batch {10**9}", 2, "needed at most 1000000"),
