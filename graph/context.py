@@ -35,7 +35,7 @@ class Context:
         slots: rows that a generator decodes at once.
         engine: the engine of generators that name no other, "penstock" or "vllm".
         mismatch_limit: the largest mean difference of another engine's log-probabilities to the trainer's, in nats,
-            that a run accepts; 0 chooses it by the format.
+            that a run accepts; None chooses it by the format.
         versions: "pinned" if groups use exactly the version of their update, so that a run is repeatable.
         deterministic: True if everything must be computed in an order that never varies.
         split: "train"; "evaluate", the part of `data` that training never sees; or "whole", all of it in turn.
@@ -48,7 +48,7 @@ class Context:
         invariant: True if a generator's log-probabilities must equal the trainer's to the bit.
         replay_routing: True if generators record the experts of each token, and policies use the same ones.
         lora: rank of the adapters that a policy learns in place of all weights; 0 is none.
-        lora_alpha: alpha of the adapters; 0 is twice the rank.
+        lora_alpha: alpha of the adapters; None is twice the rank.
         lora_targets: names of the linear maps that have an adapter; () is all of a layer's.
         mesh: axes of the ranks that run this pool together, as (axis, size), outermost first, row-major; () for one
             rank. With more than one rank, torch.distributed's default group has them all.
@@ -80,7 +80,7 @@ class Context:
     lr_decay: str = ""
     slots: int = 256
     engine: str = "penstock"
-    mismatch_limit: float = 0.0
+    mismatch_limit: float | None = None
     versions: str = "free"
     deterministic: bool = False
     split: str = "train"
@@ -93,7 +93,7 @@ class Context:
     invariant: bool = False
     replay_routing: bool = False
     lora: int = 0
-    lora_alpha: float = 0.0
+    lora_alpha: float | None = None
     lora_targets: tuple[str, ...] = ()
     mesh: Axes = ()
     rank: int = 0

@@ -192,19 +192,18 @@ def lora_of(context: Context, rank: int = 0) -> Lora | None:
     `--model`; else `rank` and the defaults. Raises ModelError for alpha or targets without a rank, and for adapters
     that differ from those of the directory.
     """
-
-    def said(name: str, flag: Any) -> Any:
-        return context.options.get(f"{context.node}_{name}") or flag
-
+    own = {name: context.options.get(f"{context.node}_{name}") for name in ("rank", "alpha", "targets")}
     saved = read_adapters(context.model)[1] if context.model else None
-    alpha, targets = said("alpha", context.lora_alpha), tuple(said("targets", context.lora_targets))
-    rank = said("rank", context.lora) or (saved.rank if saved else rank)
+    alpha = context.lora_alpha if own["alpha"] is None else own["alpha"]
+    targets = tuple(own["targets"] or context.lora_targets)
+    rank = own["rank"] or context.lora or (saved.rank if saved else rank)
     if not rank:
-        if alpha or targets:
-            raise ModelError(f"LoRA: given alpha {alpha:g}, targets {targets} and no rank, needed --lora RANK, too")
+        parts = ("" if alpha is None else f"alpha {alpha:g}", f"targets {' '.join(targets)}" if targets else "")
+        if given := " and ".join(filter(None, parts)):
+            raise ModelError(f"LoRA: given {given} without a rank, needed --lora RANK, too")
         return None
     like = saved if saved and saved.rank == rank else Lora(rank, 2.0 * rank)
-    found = Lora(rank, alpha or like.alpha, targets or like.targets)
+    found = Lora(rank, like.alpha if alpha is None else alpha, targets or like.targets)
     if saved is not None and found != saved:
         raise ModelError(f"{context.model}: given adapters of {saved}, needed those that are asked for: {found}")
     return found

@@ -26,7 +26,7 @@ from penstock.runtime.cli.tracing import CommandError, Traced, faults_text
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import why_no_turns
 from penstock.runtime.control.early import Early
-from penstock.runtime.control.run_config import OnResume, RunConfig, RunOptions, annotation
+from penstock.runtime.control.run_config import OnResume, RunConfig, RunOptions, annotation, as_written_now
 from penstock.runtime.control.signals import DONE
 from penstock.runtime.record.errors import visible
 from penstock.runtime.record.folder import MARKS, RunFolder, absolute, default_path
@@ -173,7 +173,7 @@ def _go_on_as(traced: Traced, began: float, early: Early | None) -> int:
         differ("PROGRAM", now["path"], then.get("path"))
     else:
         for name, value in {**now["options"], **now["of_program"]}.items():
-            before = {**then["options"], **then["of_program"]}.get(name)
+            before = {**as_written_now(then["options"]), **then["of_program"]}.get(name)
             if value != before and name in may_change:
                 given[name] = getattr(flags, name)
             elif value != before:

@@ -60,7 +60,8 @@ MOST = 2**53
 Count = Annotated[int, Meta(ge=0, le=MOST)]
 Positive = Annotated[int, Meta(ge=1, le=MOST)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Seconds = Annotated[float, Meta(gt=0)]
+AboveZero = Annotated[float, Meta(gt=0)]
+Seconds = AboveZero
 Decay = Literal["", "constant", "linear", "cosine"]
 
 
@@ -123,7 +124,7 @@ class ModelOptions:
     lora: Count = Context.lora
     """Rank of LoRA adapters. Each policy trains and sends its adapters only. 0: none, unless --model is a directory of
     adapters."""
-    lora_alpha: Annotated[float, Meta(ge=0), Shown("ALPHA", "twice the rank")] = Context.lora_alpha
+    lora_alpha: Annotated[AboveZero | None, Shown("ALPHA", "twice the rank")] = Context.lora_alpha
     """The output of an adapter is multiplied by ALPHA / rank."""
     lora_targets: Annotated[tuple[str, ...], Shown("NAME …", "all linear layers")] = Context.lora_targets
     """Linear layers with adapters, such as q_proj v_proj."""
@@ -181,9 +182,9 @@ class GenerationOptions:
     generator_precision: Annotated[GeneratorPrecision, Shown("{int8,fp8}", "as the program says")] = ""
     """Format in which generators compute, unless the program's broadcast names one: int8 on CPUs, fp8 on GPUs. Weights
     are sent in it, too."""
-    mismatch_limit: Annotated[
-        float, Meta(ge=0), Shown("NATS", "0.001 in float32, 0.02 in float16, 0.1 in bfloat16")
-    ] = Context.mismatch_limit
+    mismatch_limit: Annotated[AboveZero | None, Shown("NATS", "0.001 in float32, 0.02 in float16, 0.1 in bfloat16")] = (
+        Context.mismatch_limit
+    )
     """With vllm: largest mean difference between its log-probabilities and the trainer's at equal weights. It is
     measured after each weight sync; above it the run stops."""
 
@@ -342,10 +343,16 @@ class RunOptions(
     @staticmethod
     def from_json(data: Any) -> "RunOptions":
         """Read options. Raises ValueError for a wrong type, a value outside its limits, or an unknown option."""
-        read: RunOptions = msgspec.convert(data, RunOptions)
+        read: RunOptions = msgspec.convert(as_written_now(data), RunOptions)
         if unknown := sorted(data.keys() - asdict(read).keys()):
             raise ValueError(f"unknown flags {', '.join(unknown)}")
         return read
+
+
+def as_written_now(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options in JSON, as this version writes them: an earlier one wrote 0 where one of these two was not given."""
+    older = {name: None for name in ("lora_alpha", "mismatch_limit") if options.get(name) == 0}
+    return {**options, **older}
 
 
 # Options whose form in a `Context` comes from the plan: a rank's device and mesh.
@@ -386,8 +393,8 @@ def check_limits(options: object) -> None:
 
 def _needed(value: float, limits: Meta) -> str:
     """What a number outside its limits must be; "" if it is within them."""
-    if limits.gt is not None:  # seconds must also be finite, for which msgspec has no limit
-        return "" if value > limits.gt and value < math.inf else "more than 0 seconds, and a finite number"
+    if limits.gt is not None:  # it must also be finite, for which msgspec has no limit
+        return "" if limits.gt < value < math.inf else f"a finite number above {limits.gt}"
     if limits.ge is not None and not value >= limits.ge:  # `not >=`, so that NaN fails, too
         return f"at least {limits.ge}"
     return f"at most {limits.le}" if limits.le is not None and value > limits.le else ""

@@ -109,10 +109,10 @@ def test_adapters_that_peft_has_written_are_read(base: Path, tmp_path: Path) -> 
     )
     theirs = peft.get_peft_model(plain, config)
     theirs.save_pretrained(str(tmp_path / "theirs"))
-    started = policy(tmp_path / "theirs", lora=0, lora_alpha=0.0, lora_targets=())
+    started = policy(tmp_path / "theirs", lora=0, lora_alpha=None, lora_targets=())
     assert started.model.lora == Lora(4, 6)
     torch.testing.assert_close(logits(started.model, TOKENS), theirs(TOKENS).logits.detach(), rtol=1e-5, atol=1e-5)
-    reference: Any = make_reference(context(tmp_path / "theirs", lora=0, lora_alpha=0.0, lora_targets=()))
+    reference: Any = make_reference(context(tmp_path / "theirs", lora=0, lora_alpha=None, lora_targets=()))
     assert torch.equal(logits(reference.model, TOKENS), logits(started.model, TOKENS))
     # A scorer has the adapters merged into its weights.
     merged: Any = theirs.merge_and_unload()
@@ -261,17 +261,19 @@ def test_an_average_follows_the_adapters(base: Path) -> None:
     for name, tensor in average.weights().items():
         torch.testing.assert_close(tensor, (first[name] + learner.masters[name].detach()) / 2)
     with pytest.raises(ValueError, match="rank 3"):
-        ema.fn(make_average(context(base, lora=0, lora_alpha=0.0, lora_targets=())), learner)
+        ema.fn(make_average(context(base, lora=0, lora_alpha=None, lora_targets=())), learner)
 
 
 def test_options_of_a_program_and_flags_say_which_adapters(base: Path) -> None:
-    plain = context(base, lora=0, lora_alpha=0.0, lora_targets=())
+    plain = context(base, lora=0, lora_alpha=None, lora_targets=())
     assert lora_of(plain) is None
     made: Any = make_lora_policy(plain)
     assert made.model.lora == Lora(16, 32.0)
     said = replace(plain, options={"policy_rank": 2, "policy_targets": ["v_proj", "q_proj"]}, lora=5)
     assert lora_of(said) == Lora(2, 4.0, ("q_proj", "v_proj"))
     assert lora_of(replace(said, node="other")) == Lora(5, 10.0)
+    with pytest.raises(ModelError, match=r"an alpha of 0\.0, needed a number above 0"):
+        lora_of(replace(said, options={"policy_alpha": 0.0}))
 
 
 WRONG: list[tuple[Callable[[], Any], str]] = [

@@ -245,9 +245,11 @@ def test_help_shows_each_flag_in_the_box_of_its_subject(verb: str, capsys: Outpu
         ("--max-tokens -5", "^--max-tokens: given -5, needed at least 1$"),
         (f"--seed {2**63}", f"^--seed: given {2**63}, needed at most {2**63 - 1}$"),
         (f"--micro-tokens {10**20}", f"^--micro-tokens: given {10**20}, needed at most {2**53}$"),
-        ("--lora-alpha nan", "^--lora-alpha: given nan, needed at least 0$"),
-        ("--deadline nan", "^--deadline: given nan, needed more than 0 seconds, and a finite number$"),
-        ("--startup-deadline 0", "^--startup-deadline: given 0.0, needed more than 0 seconds"),
+        ("--lora-alpha nan", "^--lora-alpha: given nan, needed a finite number above 0$"),
+        ("--lora-alpha 0", "^--lora-alpha: given 0.0, needed a finite number above 0$"),
+        ("--mismatch-limit -1", "^--mismatch-limit: given -1.0, needed a finite number above 0$"),
+        ("--deadline nan", "^--deadline: given nan, needed a finite number above 0$"),
+        ("--startup-deadline 0", "^--startup-deadline: given 0.0, needed a finite number above 0$"),
     ],
 )
 def test_values_that_cannot_be_meant_are_refused_at_once(words: str, said: str) -> None:

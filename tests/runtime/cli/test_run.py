@@ -815,6 +815,19 @@ def test_one_command_line_starts_a_run_goes_on_with_it_and_ends_well_when_all_is
     assert processes.configs[2].flags.updates == 12
 
 
+def test_a_run_of_a_version_that_wrote_0_for_what_was_not_given_goes_on(processes: Processes, out: Path) -> None:
+    command = [*AUTO, "--updates", "9", "--out", str(out)]
+    processes.status, processes.last = PREEMPTED, lambda folder: saved_at(folder, 5)
+    assert starting.run(command) == 75
+    config, older = RunFolder.open(out).read_json("config.json"), {"lora_alpha": 0.0, "mismatch_limit": 0.0}
+    config["flags"] |= older
+    config["asked"]["wanted"]["options"] |= older
+    RunFolder.open(out).write_json("config.json", config)
+    processes.status, processes.last = DONE, bool
+    assert starting.run(command) == 0
+    assert processes.configs[1] == processes.configs[0]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

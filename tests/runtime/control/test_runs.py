@@ -127,6 +127,17 @@ def test_an_option_outside_of_its_limits_is_refused_by_the_flag_and_by_config_js
         RunConfig.load(folder)
 
 
+def test_a_folder_in_which_0_stood_for_what_was_not_given_is_read_as_before(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    a_run().write(folder, {})
+    folder.unlock()
+    written = folder.read_json("config.json")
+    older = {"lora_alpha": 0.0, "mismatch_limit": 0.0}
+    folder.write_json("config.json", {**written, "flags": {**written["flags"], **older}})
+    flags = RunConfig.load(folder).flags
+    assert (flags.lora_alpha, flags.mismatch_limit) == (None, None)
+
+
 def test_all_limits_that_are_broken_are_said_at_once() -> None:
     wrong = RunOptions(updates=-1, seed=2**63, deadline=0.0, startup_deadline=float("inf"))
     with pytest.raises(ValueError, match=r"^--updates: .*\n--seed: .*\n--deadline: .*\n--startup-deadline: .*$"):
