@@ -10,6 +10,8 @@ from penstock.graph.protocols import Carried
 from penstock.graph.types import FrozenModel, LoraPolicy, Policy, Reference, Rollouts
 from penstock.nodes.learn.batching import MicroBatches
 from penstock.nodes.model import CausalLM, ModelConfig, ModelError
+from penstock.nodes.model.hf import read_adapters
+from penstock.nodes.model.lora import LoraLinear
 from penstock.nodes.open_model import (
     ModelSpec,
     lora_of,
@@ -69,9 +71,15 @@ def policy_spec(context: Context) -> ModelSpec:
 
 
 def require_policy(context: Context, rank: int = 0) -> None:
-    """Raises ModelError for a directory without a language model, for adapters that the model cannot have, and for
-    `--replay-routing` of a model without experts."""
+    """Raises ModelError for a directory without a language model, for adapters that the model cannot have, for new ones
+    of a rank above a side of their matrix, and for `--replay-routing` of a model without experts."""
     model, _ = open_model(CausalLM, replace(context, device="meta"), lora=lora_of(context, rank))
+    if model.lora is not None and not (context.model and read_adapters(context.model)[1]):
+        maps = [(min(x.weight.shape), name) for name, x in model.model.named_modules() if isinstance(x, LoraLinear)]
+        side, name = min(maps)
+        if model.lora.rank > side:
+            given = f"rank {model.lora.rank} for {name.rpartition('.')[2]}, a matrix with a side of {side}"
+            raise ModelError(f"LoRA: given {given}, needed at most {side}, or other --lora-targets")
     if context.replay_routing and not model.config.family.experts:
         raise ModelError(f"--replay-routing: given a {model.config.model_type}, needed a model with experts")
 

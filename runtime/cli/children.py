@@ -36,7 +36,7 @@ from penstock.graph.program import trace_evaluation
 from penstock.graph.protocols import Finite, Pinned, Source, num_ranks
 from penstock.graph.requires import Check, opened, requirements
 from penstock.graph.types import NodeWarning
-from penstock.runtime.cli.flags import ELSEWHERE, NEW
+from penstock.runtime.cli.flags import ELSEWHERE, NEW, as_typed
 from penstock.runtime.cli.parse import clashes, parse
 from penstock.runtime.cli.sources import own_files
 from penstock.runtime.cli.tracing import CommandError, faults_text
@@ -144,6 +144,7 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
         made = list(graphs.values())
         if verb in ("check", "run"):
             faults += unread_flags(program, made, flags, typed)
+        faults += adapter_lacks(made, flags)
         if verb == "check":
             faults += clashes(program, "run").values()
         here = verb in ("check", "run") and flags.on not in ELSEWHERE
@@ -323,6 +324,18 @@ def unread_flags(
     ]
 
 
+def adapter_lacks(graphs: Sequence[Graph], flags: Any) -> Iterator[Fault]:
+    """Faults for the flags of adapters beside a program of which no value can have some."""
+    given = {name: value for name in ("lora", "lora_alpha", "lora_targets") if (value := getattr(flags, name, None))}
+    for argument in (argument for graph in graphs if given for argument in graph.carried):
+        with suppress(GraphError):  # a maker that is missing is reported itself
+            if (maker := opened(argument.maker)) is not None and maker.lora:
+                return
+    for name, value in given.items() if graphs else ():
+        lack = f"{as_typed(value)} and {graphs[0].name}, of which no value has adapters"
+        yield Fault("unmet-requirement", f"--{name.replace('_', '-')}", lack, "a program with a policy that learns")
+
+
 def in_precision(graph: Graph, precision: str, trained: Graph | None = None) -> Graph:
     """The graph with a precision for each broadcast to nodes that can compute in 8-bit formats: its own; else that of
     the same value and pool in the `trained` graph, with which it shares a channel; else `precision`."""
@@ -413,10 +426,6 @@ def unmet(graphs: Sequence[Graph], flags: RunOptions) -> Iterator[tuple[Fault, s
                     )
                     yield Fault("unmet-requirement", what, given, needed, argument.where), text
                 told.add((required, text))
-    makers = [opened(argument.maker) for argument in arguments.values() if argument.kind == "carried"]
-    if flags.lora and graphs and not any(maker is not None and maker.lora for maker in makers):
-        given = f"{flags.lora} and {graphs[0].name}, of which no value has adapters"
-        yield Fault("unmet-requirement", "--lora", given, "a program with a policy that learns", ""), given
 
 
 def check_meshes(graphs: Sequence[Graph], flags: RunOptions) -> None:

@@ -77,6 +77,9 @@ class Adapters:
     rank: int
     targets: tuple[str, ...]
 
+    def __str__(self) -> str:
+        return f"rank {self.rank}, targets {', '.join(self.targets)}"
+
 
 @dataclass(frozen=True)
 class Shape:

@@ -17,7 +17,7 @@ from penstock.graph.context import Context
 from penstock.graph.ir import Argument, Graph, Node
 from penstock.graph.types import LoraPolicy
 from penstock.runtime.cluster.placement import begun_shares, cutter_of, decodes, most_prefixes, samples_of
-from penstock.runtime.plan.model_shape import Shape
+from penstock.runtime.plan.model_shape import Shape, ShapeError
 from penstock.runtime.plan.workload import Lengths, Workload
 
 # The default share of the groups that filters keep, and the default seconds of an environment's turn.
@@ -234,7 +234,8 @@ def work_of(
 
 def with_adapters(shape: Shape, graph: Graph, name: str, rank: int, targets: Sequence[str]) -> Shape:
     """The shape with the adapters that the carried value `name` trains, if it is a policy: those of the program's
-    options, else the given ones, else those of its type or of the shape. Raises ShapeError for impossible adapters."""
+    options, else the given ones, else those of its type or of the shape. Raises ShapeError for those that no policy can
+    have (as `nodes.open_model.lora_of`)."""
     argument = graph.argument(name)
     kinds = (argument.type, *dict(graph.types).get(argument.type, ())) if argument is not None else ()
     if not any(kind.endswith(":Policy") for kind in kinds):
@@ -244,7 +245,21 @@ def with_adapters(shape: Shape, graph: Graph, name: str, rank: int, targets: Seq
     if not own and shape.lora is None and any(kind.endswith(":LoraPolicy") for kind in kinds):
         own = LoraPolicy.rank
     said = options.get(f"{name}_targets") or targets
-    return shape.with_lora(own if isinstance(own, int) else 0, said if isinstance(said, list | tuple) else ())
+    said = said if isinstance(said, list | tuple) else ()
+    saved, own = shape.lora, own if isinstance(own, int) else 0
+    if saved is not None:
+        made = shape.with_lora(own or saved.rank, said or saved.targets)
+        if made != shape:
+            raise ShapeError(f"{shape.name}: given adapters of {saved}, needed those that are asked for: {made.lora}")
+        return shape
+    if said and not own:
+        raise ShapeError(f"LoRA: given targets {' '.join(said)} without a rank, needed --lora RANK, too")
+    made = shape.with_lora(own, said)
+    side, least = min((min(made.maps[each]), each) for each in (made.lora.targets if made.lora else made.maps))
+    if own > side:
+        given = f"rank {own} for {least}, a matrix with a side of {side}"
+        raise ShapeError(f"LoRA: given {given}, needed at most {side}, or other --lora-targets")
+    return made
 
 
 def trained_rollouts(graph: Graph) -> set[str]:

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from penstock.graph import trace
 from penstock.graph.context import Context, Origin
 from penstock.graph.types import Weights
 from penstock.nodes.ema import ema, make_average
@@ -21,7 +22,10 @@ from penstock.nodes.learn.update import policy_update
 from penstock.nodes.model import CausalLM, Lora, ModelError, Scorer, hf, load_model
 from penstock.nodes.model.hf import read_adapters, saved_adapters
 from penstock.nodes.open_model import base_digest, initial_model, lora_of, run_spec
-from penstock.nodes.policy import LanguagePolicy, make_lora_policy, make_policy, make_reference
+from penstock.nodes.policy import LanguagePolicy, make_lora_policy, make_policy, make_reference, require_policy
+from penstock.programs.aipo import aipo
+from penstock.runtime.plan.model_shape import ShapeError, read_shape
+from penstock.runtime.plan.roles import with_adapters
 from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver, sync_in_process
 from tests.nodes.ranked import spawn
 
@@ -274,6 +278,23 @@ def test_options_of_a_program_and_flags_say_which_adapters(base: Path) -> None:
     assert lora_of(replace(said, node="other")) == Lora(5, 10.0)
     with pytest.raises(ModelError, match=r"an alpha of 0\.0, needed a number above 0"):
         lora_of(replace(said, options={"policy_alpha": 0.0}))
+
+
+def test_new_adapters_have_no_rank_above_a_side_of_their_matrix(base: Path, tmp_path: Path) -> None:
+    narrow = CONFIG.num_key_value_heads * CONFIG.head_dim
+    require_policy(context(base, lora=narrow, lora_targets=()))
+    wide = context(base, lora=narrow + 1, lora_targets=())
+    with pytest.raises(ModelError, match=rf"rank {narrow + 1} for [kv]_proj, .* needed at most {narrow}, or other"):
+        require_policy(wide)
+    require_policy(replace(wide, lora_targets=("q_proj",)))
+    # A plan knows the same limit.
+    graph, shape = trace(aipo, {}), read_shape(str(base))
+    assert with_adapters(shape, graph, "policy", narrow, ()).lora is not None
+    with pytest.raises(ShapeError, match=rf"rank {narrow + 1} for [kv]_proj, .* needed at most {narrow}, or other"):
+        with_adapters(shape, graph, "policy", narrow + 1, ())
+    # Those that a directory has are as they are.
+    export(learnt(base), tmp_path / "adapters")
+    require_policy(context(tmp_path / "adapters"))
 
 
 WRONG: list[tuple[Callable[[], Any], str]] = [

@@ -30,6 +30,10 @@ NOT_COMPUTED = (
     ("--invariant --generator-precision int8", INVARIANT_INT8),
     ("--invariant --mesh generator=tp2", INVARIANT_TP),
 )
+NO_ADAPTERS = (
+    ("--lora-targets q_proj", "given +LoRA: targets q_proj without a rank needed +--lora RANK, too"),
+    ("--lora 65", "given +LoRA: rank 65 for [kv]_proj, a matrix with a side of 64 needed +at most 64, or other"),
+)
 RANGE = "--on agents --lost-replica replace --generators 2..8"
 JOB = "--on kubernetes --image i --claim c --agents 2"
 OWN = '[[hosts]]\nname = "here"\ncores = 1\n\n'
@@ -145,6 +149,8 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         *((f"{v} aipo {H100} --environment-s 0", 2, "given 0, needed none, since") for v in ("plan", "simulate")),
         *((f"plan dapo {H100} --kept {k}", 2, f"given {k}, needed a share above 0, 1 at most") for k in ("0", "1.5")),
         (f"plan guessing {H100} --environment-s nan", 2, "--environment-s: given nan, needed at least 0"),
+        (f"plan aipo {H100} --lora-targets q_proj", 2, "LoRA: given targets q_proj without a rank, needed --lora RANK"),
+        *((f"{verb} toy {H100} --lora 2", 2, "2 and toy, of which no value has ad") for verb in ("plan", "simulate")),
         (f"plan aipo {H100} --batch {10**9}", 2, "needed at most 1000000"),
         (f"plan dapo {H100} --kept 1e-6", 2, "needed at most 1000000"),
         # simulate with a plan
@@ -183,8 +189,8 @@ def test_a_command_line_that_cannot_work_says_what_is_needed(
     assert sorted(path for path in tmp_path.rglob("*") if "cache" not in path.parts) == before
 
 
-@pytest.mark.parametrize(("words", "said"), NOT_COMPUTED)
-def test_check_refuses_a_precision_that_a_run_does(
+@pytest.mark.parametrize(("words", "said"), [*NOT_COMPUTED, *NO_ADAPTERS])
+def test_check_refuses_what_a_run_cannot_compute(
     words: str, said: str, here: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as leaving:
