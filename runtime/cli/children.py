@@ -159,10 +159,9 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
             # a run without --model never has: what the plan's options ask of it (a longer context) is no fault.
             unlike = flags.model in ("", NEW) and not flags.on
             wanted = None if unlike else dataclasses.replace(wanted, mesh=())
-        if verb == "check" and wanted is not None:
+        if wanted is not None:
             faults += [fault for fault, _ in unmet(made, wanted)]
-            faults = faults or _tried(made, wanted)[0]
-        elif wanted is not None and not faults:
+        if wanted is not None and not faults:
             faults, pins = _tried(made, wanted)
             flags = dataclasses.replace(flags, **pins)
         if here and not faults:

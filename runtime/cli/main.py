@@ -23,7 +23,7 @@ from shutil import get_terminal_size
 from typing import NamedTuple, TextIO
 
 from penstock import __version__
-from penstock.runtime.cli.tracing import CommandError, faults_text, trace_program, usage_errors
+from penstock.runtime.cli.tracing import CommandError, faults_text, trace_program
 from penstock.runtime.control.signals import (
     DONE,
     INTERRUPTED,
@@ -222,41 +222,18 @@ def check(argv: Sequence[str]) -> int:
 
 
 def _check(argv: Sequence[str]) -> int:
-    from penstock.runtime.cli.flags import ELSEWHERE, CheckFlags
+    from penstock.runtime.cli.flags import CheckFlags
 
     traced = trace_program("check", argv, ["penstock.runtime.cli.run"])
-    from penstock.runtime.cli.launching import record_lacks, require_processes
-    from penstock.runtime.cli.planned import (
-        chosen,
-        engine_lacks,
-        invariance_lacks,
-        machines,
-        plan_lacks,
-        precision_lacks,
-        rule_lacks,
-    )
-    from penstock.runtime.cli.run import absolute_paths, require_consistent, sound_run
-    from penstock.runtime.control.run_config import choose_device
+    from penstock.runtime.cli.launching import require_processes
+    from penstock.runtime.cli.planned import chosen, machines
+    from penstock.runtime.cli.run import absolute_paths, all_lacks, require_consistent, sound_run
     from penstock.runtime.record.folder import RunFolder
 
-    flags, faults, planned = traced.flags, [*traced.faults], traced.plan is not None
+    flags, planned = traced.flags, traced.plan is not None
     require_consistent(flags, ())
-    graphs = [graph for graph in (traced.graph, traced.evaluation) if graph is not None]
-    # With --on, only the agents know what their hosts have.
-    here = bool(graphs) and not flags.on
-    if here and (planned or flags.invariant or any(node.precision for graph in graphs for node in graph.nodes)):
-        cluster, given = machines(flags, traced.gpus), flags.generator_precision
-        with usage_errors():
-            device = "cuda" if planned else choose_device(flags.device, graphs, cluster)
-        faults = [*plan_lacks(traced, cluster), *faults, *precision_lacks(graphs, cluster, device, given)]
-        faults += invariance_lacks(graphs, device, flags.mesh) if flags.invariant else ()
-    if here and (flags.cluster or flags.engine != CheckFlags.engine):
-        faults += engine_lacks(traced)
-    if (flags.track or flags.keep_best) and flags.on not in ELSEWHERE:
-        faults += record_lacks(flags)
-    if graphs and not faults:
-        faults += rule_lacks(traced)
-    if here and not faults:
+    faults = all_lacks(traced)
+    if traced.graph is not None and not flags.on and not faults:
         cluster = machines(flags, traced.gpus)
         config = sound_run(chosen(replace(traced, flags=absolute_paths(flags)), cluster), cluster)
         if flags.in_process:

@@ -6,6 +6,7 @@ flags that it decides, and the lines that say what was chosen. `plan_lacks` says
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast
@@ -23,7 +24,7 @@ from penstock.runtime.cluster.capabilities import (
     precision_lack,
     precision_on_cpu_lack,
 )
-from penstock.runtime.cluster.cluster import Cluster, SeenGpu
+from penstock.runtime.cluster.cluster import Cluster, ClusterError, SeenGpu
 from penstock.runtime.cluster.gpus import Precision, alike
 from penstock.runtime.cluster.interpreters import interpreter_lacks
 from penstock.runtime.cluster.placement import Plan, place, read_meshes
@@ -108,7 +109,9 @@ def plan_lacks(traced: Traced, cluster: Cluster) -> Iterator[Fault]:
 def engine_lacks(traced: Traced) -> Iterator[Fault]:
     """What the interpreters on this machine lack for a program's pools, by --cluster and --engine."""
     cluster, graphs = machines(traced.flags, traced.gpus), _graphs(traced)
-    yield from interpreter_lacks(graphs, place(graphs, cluster), cluster, traced.flags.engine)
+    # A pool that needs its mesh to be placed is looked at with the run's own plan.
+    with suppress(ClusterError):
+        yield from interpreter_lacks(graphs, place(graphs, cluster), cluster, traced.flags.engine)
 
 
 def rule_lacks(traced: Traced) -> Iterator[Fault]:

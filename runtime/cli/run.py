@@ -12,21 +12,40 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from penstock.graph.errors import Fault
 from penstock.graph.hub import model_folder
 from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cli.display import Display
 from penstock.runtime.cli.enrolling import Enrolled, agents_words, check_agents, enrolment, needed_agents, placed
-from penstock.runtime.cli.flags import NEW, NO_PLAN, RunFlags, as_typed
-from penstock.runtime.cli.launching import asked, configure, go, require_installed, require_processes
-from penstock.runtime.cli.planned import Chosen, chosen, machines, plan_lacks, require_devices, require_precision
+from penstock.runtime.cli.flags import ELSEWHERE, NEW, NO_PLAN, RunFlags, as_typed
+from penstock.runtime.cli.launching import asked, configure, go, record_lacks, require_installed, require_processes
+from penstock.runtime.cli.planned import (
+    Chosen,
+    chosen,
+    engine_lacks,
+    invariance_lacks,
+    machines,
+    plan_lacks,
+    precision_lacks,
+    require_devices,
+    require_precision,
+    rule_lacks,
+)
 from penstock.runtime.cli.resume import AllDone, cluster_of, go_on, require_own, restarted
 from penstock.runtime.cli.sources import sha256, source_digests
 from penstock.runtime.cli.submitting import Manager, Submission, submitter
-from penstock.runtime.cli.tracing import CommandError, Traced, faults_text
+from penstock.runtime.cli.tracing import CommandError, Traced, faults_text, usage_errors
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import why_no_turns
 from penstock.runtime.control.early import Early
-from penstock.runtime.control.run_config import OnResume, RunConfig, RunOptions, annotation, as_written_now
+from penstock.runtime.control.run_config import (
+    OnResume,
+    RunConfig,
+    RunOptions,
+    annotation,
+    as_written_now,
+    choose_device,
+)
 from penstock.runtime.control.signals import DONE
 from penstock.runtime.record.errors import visible
 from penstock.runtime.record.folder import MARKS, RunFolder, absolute, default_path
@@ -44,10 +63,11 @@ def run_traced(
         return manager.submit(Submission(traced, argv[0], manager_args))
     if traced.flags.resume == "auto" and absolute(traced.flags.out).joinpath("config.json").is_file():
         return _go_on_as(traced, began, early)
+    if lacks := all_lacks(traced):
+        raise CommandError(faults_text(lacks))
     if not traced.flags.on:
         status, path = _run(traced, machines(traced.flags, traced.gpus), argv, began, early=early)
         return restarted(status, path, traced.flags, {})
-    traced.sound()
     # The agents of a run find its folder before there is a plan.
     need = needed_agents(traced.flags, traced.flags, traced.plan)
     with _new_folder(traced) as folder, enrolment(traced.flags, folder, traced.name, need) as enrolled:
@@ -65,6 +85,26 @@ def require_consistent(flags: RunFlags, manager_args: Sequence[str]) -> Manager 
     if manager is None and flags.resume == "auto" and not flags.out:
         raise CommandError("--resume auto: given no --out DIR, needed the folder in which the run is or will be")
     return manager
+
+
+def all_lacks(traced: Traced) -> list[Fault]:
+    """All faults of a program and its flags that are known before there is a configuration of its run."""
+    flags, faults, planned = traced.flags, [*traced.faults], traced.plan is not None
+    graphs = [graph for graph in (traced.graph, traced.evaluation) if graph is not None]
+    # With --on, only the agents know what their hosts have.
+    here = bool(graphs) and not flags.on
+    if here and (planned or flags.invariant or any(node.precision for graph in graphs for node in graph.nodes)):
+        cluster, given = machines(flags, traced.gpus), flags.generator_precision
+        with usage_errors():
+            device = "cuda" if planned else choose_device(flags.device, graphs, cluster)
+        # First: a plan made for other machines explains why its options do not fit this one.
+        faults = [*plan_lacks(traced, cluster), *faults, *precision_lacks(graphs, cluster, device, given)]
+        faults += invariance_lacks(graphs, device, flags.mesh) if flags.invariant else ()
+    if here and (flags.cluster or flags.engine != RunFlags.engine):
+        faults += engine_lacks(traced)
+    if (flags.track or flags.keep_best) and flags.on not in ELSEWHERE:
+        faults += record_lacks(flags)
+    return faults if faults or not graphs else [*rule_lacks(traced)]
 
 
 def sound_run(found: Chosen, cluster: Cluster) -> RunConfig:
@@ -110,10 +150,9 @@ def _run(
 ) -> tuple[int, Path]:
     """Run a traced program on a cluster, in the folder `made` or else in a new one. Returns the exit status and the
     folder."""
-    # First: a plan made for other machines explains why its options do not fit this one.
+    # Agents have said only now what their hosts have.
     if lacks := tuple(plan_lacks(traced, cluster)):
-        raise CommandError(faults_text([*lacks, *traced.faults]))
-    traced.sound()
+        raise CommandError(faults_text(lacks))
     flags = absolute_paths(traced.flags)
     found = chosen(replace(traced, flags=flags), cluster)
     if enrolled is not None and found.plan is None:

@@ -118,8 +118,8 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         ("run toy --on agents --agents 2 --place trainer=1-0", 2, "given 'trainer=1-0', needed POOL=NUMBERS"),
         ("run toy --on agents --agents 2 --place generator=b", 2, "--place: given 'generator=b', needed POOL=NUMBERS"),
         ("resume . --on kubernetes --agents 2", 2, "holds no run"),
-        ("run dapo --versions pinned --model new", 2, "--versions pinned: given the filter keep"),
-        ("run curriculum --on-failure replace --model new", 2, "--on-failure replace: given choose"),
+        ("run dapo --versions pinned --model new", 2, r"--versions pinned \[unmet-rule\] given the filter keep"),
+        ("run curriculum --on-failure replace --model new", 2, r"--on-failure replace \[unmet-rule\] given choose"),
         *((f"run aipo {words}", 2, said) for words, said in NOT_COMPUTED),
         ("run aipo --invariant --dtype float16", 2, r"aipo.py:\d+: generate: .*not-invariant.*given +float16"),
         ("run aipo --mesh generator=tp8", 2, "mesh-cut.*given 4 attention heads"),
@@ -256,6 +256,19 @@ def test_check_says_what_is_given_and_needed_of_a_model_that_cannot_be_used(
 def test_check_refuses_what_a_run_does_in_the_same_words(words: str, refuse: Refuse) -> None:
     status, said = refuse("run", "aipo", *words.split())
     assert refuse("check", "aipo", *words.split()) == (status, said.replace("penstock run", "penstock check"))
+
+
+def test_a_run_lists_all_faults_that_check_lists(
+    refuse: Refuse, tmp_path: Path, monkeypatch: Patch, capsys: Output
+) -> None:
+    monkeypatch.setattr(interpreters, "find_spec", lambda name: None if name == "vllm" else "there")
+    words = ["aipo", "--engine", "vllm", "--deterministic", "--model", "new", "--cluster", "c.toml"]
+    (tmp_path / "c.toml").write_text(OWN)
+    with pytest.raises(SystemExit):
+        main(["check", *words])
+    checked = " ".join(capsys.readouterr().out.split())
+    assert refuse("run", *words) == (2, f"penstock run: {checked}")
+    assert all(code in checked for code in ("engine-cannot", "no-engine")), checked
 
 
 def test_check_leaves_no_folder(here: None, tmp_path: Path) -> None:
