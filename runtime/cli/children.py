@@ -28,6 +28,7 @@ from typing import Any
 from penstock.graph import GraphError, Program, check, load, trace
 from penstock.graph.check import by_place
 from penstock.graph.context import Context
+from penstock.graph.engines import OURS as OUR_ENGINE
 from penstock.graph.errors import Fault, defined, fault, nearest
 from penstock.graph.imports import imported, public_in, reach, resolve
 from penstock.graph.ir import Argument, Graph
@@ -299,27 +300,30 @@ def _trace(program: Program[..., Any], options: dict[str, Any], flags: Any) -> t
 def unread_flags(
     program: Program[..., Any], graphs: Sequence[Graph], flags: Any, typed: Collection[str]
 ) -> list[Fault]:
-    """Faults for the flags of evaluation that the user has typed for a program which cannot use them: it has no
-    evaluation, and no node or maker that may read held-out problems by itself."""
-    if program.evaluation is not None:
-        return []
-    given = {name: getattr(flags, name) for name in INSTEAD if name in typed and getattr(flags, name)}
-    for graph in graphs:
-        nodes = [made for node in graph.nodes if isinstance(made := imported(node.op), NodeDef)]
-        # A user's function that gets the context may open the held-out problems with it.
-        readers = [made.path for made in nodes if made.init or made.interface.context]
-        readers += [argument.maker for argument in graph.arguments]
-        if any(made.evaluates for made in nodes) or not all(path.startswith("penstock.") for path in readers):
-            given = {name: value for name, value in given.items() if name == "eval_groups"}
+    """Faults for the flags that the user has typed and that nothing in a run reads: those of evaluation where none is
+    made and no node or maker may read held-out problems by itself, and the limit of another engine without one."""
+    nodes = [node for graph in graphs for node in graph.nodes]
+    definitions = [made for node in nodes if isinstance(made := imported(node.op), NodeDef)]
+    # A user's function that gets the context may read any flag with it.
+    readers = [made.path for made in definitions if made.init or made.interface.context]
+    readers += [argument.maker for graph in graphs for argument in graph.arguments]
+    of_user = not all(path.startswith("penstock.") for path in readers)
+    unread: dict[str, tuple[str, str]] = {}
+    if program.evaluation is None:
+        why, needed = f"for {program.name}, which has no evaluation", "or a program with @program(evaluation=…)"
+        unread = {name: (why, f"{instead}, {needed}") for name, instead in INSTEAD.items()}
+    elif not flags.eval_groups:
+        unread = dict.fromkeys(INSTEAD, ("beside --eval-groups 0, which measures nothing", "one of both"))
+    if of_user or any(made.evaluates for made in definitions):
+        unread = {name: said for name, said in unread.items() if name == "eval_groups"}
+    options = [dict(node.options) for node in nodes]
+    engines = {each["engine"] or flags.engine for each in options if "engine" in each}
+    if not of_user and engines <= {OUR_ENGINE}:
+        unread["mismatch_limit"] = ("without another engine to compare", "none, or --engine vllm")
     return [
-        Fault(
-            "unmet-rule",
-            f"--{name.replace('_', '-')}",
-            f"{value} for {program.name}, which has no evaluation",
-            f"{INSTEAD[name]}, or a program with @program(evaluation=…)",
-            program.where,
-        )
-        for name, value in given.items()
+        Fault("unmet-rule", f"--{name.replace('_', '-')}", f"{value} {why}", needed, program.where)
+        for name, (why, needed) in unread.items()
+        if name in typed and (value := getattr(flags, name))
     ]
 
 
