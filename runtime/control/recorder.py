@@ -37,6 +37,7 @@ from penstock.runtime.record.metrics import (
     Row,
     Rows,
     combine,
+    counting,
     is_figure,
     keep_rows,
 )
@@ -120,7 +121,9 @@ class RunRecorder:
         elapsed = float(kept[-1]["time_s"]) if kept else 0.0
         steps = [s for s in Tables(config.graph, config.plan).steps.values() if s.per_update]
         order = [node.name for graph in config.graphs for node in graph.nodes]
-        self.rows = Rows({s.name: s.every for s in steps if not s.off_path}, now, elapsed, config.graph.nodes)
+        self._counting = counting(config.graphs)
+        nodes = {s.name: s.every for s in steps if not s.off_path}
+        self.rows = Rows(nodes, now, elapsed, config.graph.nodes, self._counting)
         self.samples = SamplesFile(folder.samples, order, start)
         if cut and cut.figures:
             self.rows.restore(cut.figures)
@@ -364,7 +367,8 @@ class RunRecorder:
         found: Metrics = {}
         for node in sorted(by_node, key=lambda node: self.clocks[node] != "update"):
             own = combine(by_node[node])
-            own.pop(GENERATED, None)
+            if node in self._counting:
+                own.pop(GENERATED, None)
             label = label_of(node.removeprefix(EVALUATION))
             found |= {f"{label}.{name}" if name in found else name: value for name, value in own.items()}
         return found

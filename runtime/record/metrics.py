@@ -20,7 +20,7 @@ from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.graph.ir import Firing, Node, label_of
+from penstock.graph.ir import Firing, Graph, Node, label_of
 from penstock.graph.types import BY_LAG, Mean, Metrics
 from penstock.host import install_command
 from penstock.runtime.record.errors import RecordError
@@ -40,15 +40,16 @@ METRICS_BYTES = 1 << 30
 # Columns of a row that count since the row before.
 LOST = ("dropped", "failed", "retried")
 
-# The metric with which a node reports how many response tokens it has trained on.
+# The metric with which a node that trains reports how many response tokens it has trained on.
 TOKENS = "tokens"
 # Metrics that are counts: an update has the sum over its groups, not the mean.
 SUMMED = frozenset({TOKENS, "prompt_tokens"})
 
-# The metric with which a node reports how many tokens a firing sampled. A row has only the rate, over all groups.
+# The metric with which a node that decodes reports how many tokens a firing sampled. A row has only the rate, over all
+# groups. Of other nodes (see `counting`) both are metrics as any.
 GENERATED = "generated_tokens"
 # Names that are not numeric columns of a row.
-NO_NUMBERS = frozenset({"pools", "not_finite", GENERATED})
+NO_NUMBERS = frozenset({"pools", "not_finite"})
 
 
 def columns(rows: Sequence[Row], figure: str) -> list[str]:
@@ -57,6 +58,26 @@ def columns(rows: Sequence[Row], figure: str) -> list[str]:
     named = sorted({name for row in rows for name in row if name.endswith(f".{figure}")})
     again = any(all(row.get(name) == row.get(figure) for row in rows) for name in named)
     return [*([figure] if any(figure in row for row in rows) and not again else []), *named]
+
+
+def counting(graphs: Iterable[Graph]) -> frozenset[str]:
+    """The nodes whose `TOKENS` and `GENERATED` make the rates of a row: those that make the next value of a model, and
+    streams that decode, with weights or as environments of this package."""
+    found = set[str]()
+    for graph in graphs:
+        bases, values = dict(graph.types), {argument.name for argument in graph.carried}
+        for node in graph.nodes:
+            made = {item.type for item in node.inputs if item.ref.node in values} & {out.type for out in node.outputs}
+            # A type that the graph does not describe may be a model.
+            models = [kind for kind in made if any(base.endswith(":Model") for base in bases.get(kind, (":Model",)))]
+            trains = bool(models) and node.clock == "update"
+            if trains:
+                values.add(node.name)  # an update may be several calls, one after the other
+            sources = [graph[item.ref.node] for item in node.inputs if item.ref.node in graph]
+            weights = any(source.construct == "broadcast" for source in sources)
+            if trains or (node.stream and (weights or node.op.startswith("penstock."))):
+                found.add(node.name)
+    return frozenset(found)
 
 
 def combine(parts: Sequence[Metrics]) -> Metrics:
@@ -92,10 +113,19 @@ class Rows:
     `nodes` come first, and nodes off the critical path last. Of several nodes of one function, only the first can own
     columns. The same metric of another node has the node's label before it (`solver.loss`). All columns of `BY_LAG`
     together belong to one node. Metrics of a node that the program has named are always there with its label, too.
+
+    `counted` are the nodes whose tokens make the rates (`counting`).
     """
 
-    def __init__(self, nodes: Mapping[str, int], now: float, elapsed: float = 0.0, order: Sequence[Node] = ()) -> None:
-        self.nodes = dict(nodes)
+    def __init__(
+        self,
+        nodes: Mapping[str, int],
+        now: float,
+        elapsed: float = 0.0,
+        order: Sequence[Node] = (),
+        counted: Container[str] = (),
+    ) -> None:
+        self.nodes, self._counted = dict(nodes), counted
         self._places = {node.name: place for place, node in enumerate(order)}
         first = {node.op: node.name for node in reversed(order)}
         self._further = {node.name for node in order if first[node.op] != node.name}
@@ -122,8 +152,9 @@ class Rows:
     def group(self, firing: Firing, metrics: Metrics) -> None:
         """Note the report of a per-group firing. The tokens that it sampled count at once, even if the group is lost
         later."""
-        self._generated += metrics.get(GENERATED, 0.0)
-        self._samples |= GENERATED in metrics
+        if firing.node in self._counted and GENERATED in metrics:
+            self._generated += metrics[GENERATED]
+            self._samples = True
         # By turn: a repeated firing replaces its metrics, a further turn adds its own.
         self.groups.setdefault(firing.index, {})[firing.node, firing.turn] = metrics
 
@@ -223,7 +254,7 @@ class Rows:
             # Unlike `group`, do not count the tokens: they were sampled before the cut.
             made = read(metrics)
             self.groups.setdefault(ordinal, {})[node, turn] = made
-            self._samples |= GENERATED in made
+            self._samples |= node in self._counted and GENERATED in made
         for node, update, metrics in figures["beside"]:
             self.trailing(update, node, read(metrics))
         for column, node in figures.get("owners", {}).items():
@@ -250,14 +281,15 @@ class Rows:
                 grouped.setdefault(node, []).append(part[node, turn])
         reported = {node: metrics for node, (metrics, _) in reports.items()}
         combined = {node: combine(found) for node, found in grouped.items()}
-        for metrics in combined.values():
-            metrics.pop(GENERATED, None)
+        for node in combined:
+            if node in self._counted:
+                combined[node].pop(GENERATED, None)
         figures = self._columns(combined, reported)
         last = ordinals[-1] if ordinals else -1
         self.groups = {g: part for g, part in self.groups.items() if g > last or g in overtaken}
         seconds, update_s = now - self._last, sum(duration for _, duration in reports.values())
         # Nodes may not report tokens at all, which differs from reporting none.
-        tokens = [metrics[TOKENS] for metrics in reported.values() if TOKENS in metrics]
+        tokens = [found[TOKENS] for node, found in reported.items() if node in self._counted and TOKENS in found]
         rates = {"generate_tokens_per_s": round(self._generated / seconds, 3)} if self._samples and seconds > 0 else {}
         rates |= {"train_tokens_per_s": round(sum(tokens) / update_s, 3)} if tokens and update_s > 0 else {}
         row: Row = {

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from penstock.graph import load, trace
+from penstock.graph import broadcast, load, node, program, trace
 from penstock.graph.ir import Firing, Node
-from penstock.graph.types import COLUMNS, Mean
+from penstock.graph.types import COLUMNS, Mean, Metrics, Policy, Prompts, Rewards, Rollouts
+from penstock.nodes.generate import generate
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.metrics import (
     LOST,
@@ -18,6 +19,7 @@ from penstock.runtime.record.metrics import (
     Rows,
     columns,
     combine,
+    counting,
     keep_rows,
     read_rows,
     read_undamaged,
@@ -25,6 +27,9 @@ from penstock.runtime.record.metrics import (
 )
 
 from .rows import columns_of
+
+# Nodes whose tokens make the rates of rows.
+COUNTED = {"learn", "critic", "generate", "generate_2", "asks"}
 
 
 def row(update: int, **figures: Any) -> dict[str, Any]:
@@ -44,7 +49,7 @@ def nodes_of(*functions: str) -> list[Node]:
 
 @pytest.fixture
 def rows() -> Rows:
-    return Rows({"learn": 1}, now=0.0)
+    return Rows({"learn": 1}, now=0.0, counted=COUNTED)
 
 
 def test_groups_combine_by_mean_sum_and_extremes() -> None:
@@ -87,7 +92,7 @@ def test_shares_of_tokens_are_of_all_tokens_and_lengths_of_all_rows_whatever_gro
 
 
 def test_a_row_has_its_own_groups_and_the_updates_figures() -> None:
-    rows = Rows({"learn": 1}, now=100.0, elapsed=60.0)
+    rows = Rows({"learn": 1}, now=100.0, elapsed=60.0, counted=COUNTED)
     for ordinal in range(4):
         rows.group(Firing("score", ordinal), {"reward_mean": float(ordinal)})
         rows.group(Firing("generate", ordinal), {"prompt_tokens": 10.0, "generated_tokens": 15.0})
@@ -118,6 +123,46 @@ def test_where_no_node_says_anything_of_tokens_there_is_no_rate_of_them(rows: Ro
     rows.group(Firing("generate", 9), {"generated_tokens": 8.0})
     found = [made(rows, update, update + 1.0, loss=0.5, tokens=0.0) for update in (1, 2)]
     assert [(row["generate_tokens_per_s"], row["train_tokens_per_s"]) for row in found] == [(8.0, 0.0), (0.0, 0.0)]
+
+
+def test_of_a_node_that_neither_decodes_nor_trains_tokens_change_no_rate() -> None:
+    rows = Rows({"learn": 1, "watch": 1}, now=0.0, counted=COUNTED)
+    rows.group(Firing("generate", 0), {"generated_tokens": 8.0})
+    rows.group(Firing("judge", 0), {"generated_tokens": 100000.0})
+    rows.batch(0, (0,))
+    rows.update(0, "watch", {"tokens": 1e9, "generated_tokens": 5.0}, seconds=1.0)
+    row = made(rows, 0, 2.0, tokens=6.0)
+    assert (row["generate_tokens_per_s"], row["train_tokens_per_s"]) == (4.0, 3.0)
+    # They are metrics as any.
+    assert {100000.0, 5.0} == {row[name] for name in row if name.endswith("generated_tokens")}
+
+
+@node(pool="scorer")
+def noisy(rollouts: Rollouts) -> tuple[Rewards, Metrics]:
+    return Rewards(rollouts.lengths().float()), {"generated_tokens": 1e5}
+
+
+@node(pool="trainer", clock="update")
+def watch(policy: Policy, rollouts: Rollouts) -> Metrics:
+    return {"tokens": float(len(rollouts))}
+
+
+@node(pool="trainer", clock="update")
+def own_update(policy: Policy, rollouts: Rollouts, rewards: Rewards) -> tuple[Policy, Metrics]:
+    return policy, {"tokens": 1.0}
+
+
+@program
+def watched(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=2)
+    watch(policy, rollouts)
+    return own_update(policy, rollouts, noisy(rollouts))
+
+
+def test_rates_are_of_the_tokens_of_nodes_that_decode_or_train() -> None:
+    assert counting([trace(watched, {})]) == {"generate", "own_update"}
+    talking = trace(load("penstock.programs.tool_use:tool_use"), {})
+    assert counting([talking]) == {"generate", "python_tool", "aipo_update"}
 
 
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
@@ -164,7 +209,7 @@ def test_tokens_count_as_generated_when_they_are_whatever_becomes_of_their_group
     assert (row["generate_tokens_per_s"], row["train_tokens_per_s"]) == (4 * 16 / 2, 30.0)
     assert not [name for name in row if name.endswith("generated_tokens")]
     held = rows.to_json({"groups": [[2, ["generate"], 0], [3, ["generate"], 0]], "trailing": {}})
-    resumed = Rows({"learn": 1}, now=5.0)
+    resumed = Rows({"learn": 1}, now=5.0, counted=COUNTED)
     resumed.restore(held)
     for each in (rows, resumed):
         each.batch(1, (2,))
@@ -174,7 +219,7 @@ def test_tokens_count_as_generated_when_they_are_whatever_becomes_of_their_group
 
 def test_a_column_is_of_the_first_node_that_reports_it_and_others_have_their_names_before_it() -> None:
     nodes, order = {"learn": 1, "critic": 1}, nodes_of("judge", "shape", "learn", "critic")
-    rows = Rows(nodes, 0.0, order=order)
+    rows = Rows(nodes, 0.0, order=order, counted=COUNTED)
 
     def row(rows: Rows, update: int, **rewards: float) -> dict[str, float]:
         for name in ("shape", "judge"):
@@ -191,7 +236,7 @@ def test_a_column_is_of_the_first_node_that_reports_it_and_others_have_their_nam
     # Columns of the updates stay theirs, although a group's node comes before them in the graph.
     losses = {"loss": 1.0, "critic.loss": 2.0, "shape.loss": 9.0}
     assert row(rows, 0, judge=0.5, shape=0.25) == {"reward_mean": 0.5, "shape.reward_mean": 0.25, **losses}
-    resumed = Rows(nodes, 0.0, order=order)
+    resumed = Rows(nodes, 0.0, order=order, counted=COUNTED)
     resumed.restore(json.loads(json.dumps(rows.to_json({"groups": [], "trailing": {}}))))
     for each in (rows, resumed):
         assert row(each, 1, shape=0.75) == {"shape.reward_mean": 0.75, **losses}
@@ -305,7 +350,7 @@ def test_an_update_without_groups_leaves_those_of_the_next_one(rows: Rows) -> No
 
 
 def test_a_row_waits_for_all_nodes_of_its_update() -> None:
-    rows = Rows({"critic": 1, "learn": 1}, now=0.0)
+    rows = Rows({"critic": 1, "learn": 1}, now=0.0, counted=COUNTED)
     assert not rows.update(0, "critic", {"value_loss": 1.0}, 1.0)
     assert made(rows, 0)["value_loss"] == 1.0
 
@@ -318,7 +363,7 @@ def test_a_firing_that_is_done_again_counts_once_and_each_turn_of_a_group_counts
 
 
 def test_a_resumed_run_has_the_figures_that_its_cut_knows_and_no_others() -> None:
-    before, after = Rows({"learn": 1}, now=0.0), Rows({"learn": 1}, now=0.0)
+    before, after = Rows({"learn": 1}, now=0.0, counted=COUNTED), Rows({"learn": 1}, now=0.0, counted=COUNTED)
     before.group(Firing("generate", 4), {"tokens": 3.0, "mismatch": inf})
     before.group(Firing("score", 4), {"reward_mean": Mean(0.1, 3), "worst": Mean(-inf, 2)})
     before.group(Firing("generate", 5), {"tokens": 9.0})  # came during the cut's write, and will come again
