@@ -22,7 +22,6 @@ from penstock.graph.context import Context, random_key
 from penstock.graph.node import fire
 from penstock.graph.protocols import Carried, Source
 from penstock.graph.types import BY_LAG, Metrics, Policy, Prompts, Replies, Rewards, Rollouts, Weights
-from penstock.nodes.data_files import no_rows
 from penstock.nodes.environments.environment import environment
 from penstock.nodes.learn.batching import behaviour_logprobs, sampled_mask
 
@@ -210,7 +209,6 @@ def make_policy(context: Context) -> Carried:
 
 
 def open_prompts(context: Context) -> Source:
-    no_rows(context, "numbers as prompts")
     return _Ordinals()
 
 

@@ -72,14 +72,13 @@ def policy_spec(context: Context) -> ModelSpec:
 
 def require_policy(context: Context, rank: int = 0) -> None:
     """Raises ModelError for a directory without a language model, for adapters that the model cannot have, for new ones
-    of a rank above a side of their matrix, and for `--replay-routing` of a model without experts."""
+    of a rank above the shorter side of every matrix, and for `--replay-routing` of a model without experts."""
     model, _ = open_model(CausalLM, replace(context, device="meta"), lora=lora_of(context, rank))
     if model.lora is not None and not (context.model and read_adapters(context.model)[1]):
-        maps = [(min(x.weight.shape), name) for name, x in model.model.named_modules() if isinstance(x, LoraLinear)]
-        side, name = min(maps)
+        side = max(min(x.weight.shape) for x in model.model.modules() if isinstance(x, LoraLinear))
         if model.lora.rank > side:
-            given = f"rank {model.lora.rank} for {name.rpartition('.')[2]}, a matrix with a side of {side}"
-            raise ModelError(f"LoRA: given {given}, needed at most {side}, or other --lora-targets")
+            given = f"rank {model.lora.rank} for matrices whose shorter sides are at most {side}"
+            raise ModelError(f"LoRA: given {given}, needed at most {side}")
     if context.replay_routing and not model.config.family.experts:
         raise ModelError(f"--replay-routing: given a {model.config.model_type}, needed a model with experts")
 

@@ -312,8 +312,6 @@ def unread_flags(
     if program.evaluation is None:
         why, needed = f"for {program.name}, which has no evaluation", "or a program with @program(evaluation=…)"
         unread = {name: (why, f"{instead}, {needed}") for name, instead in INSTEAD.items()}
-    elif not flags.eval_groups:
-        unread = dict.fromkeys(INSTEAD, ("beside --eval-groups 0, which measures nothing", "one of both"))
     if of_user or any(made.evaluates for made in definitions):
         unread = {name: said for name, said in unread.items() if name == "eval_groups"}
     options = [dict(node.options) for node in nodes]

@@ -255,10 +255,10 @@ def with_adapters(shape: Shape, graph: Graph, name: str, rank: int, targets: Seq
     if said and not own:
         raise ShapeError(f"LoRA: given targets {' '.join(said)} without a rank, needed --lora RANK, too")
     made = shape.with_lora(own, said)
-    side, least = min((min(made.maps[each]), each) for each in (made.lora.targets if made.lora else made.maps))
+    side = max(min(made.maps[each]) for each in (made.lora.targets if made.lora else made.maps))
     if own > side:
-        given = f"rank {own} for {least}, a matrix with a side of {side}"
-        raise ShapeError(f"LoRA: given {given}, needed at most {side}, or other --lora-targets")
+        given = f"rank {own} for matrices whose shorter sides are at most {side}"
+        raise ShapeError(f"LoRA: given {given}, needed at most {side}")
     return made
 
 

@@ -15,7 +15,7 @@ import pytest
 from penstock.graph import Context, load, trace
 from penstock.graph.errors import GraphError
 from penstock.graph.types import Prompts
-from penstock.nodes import data_files, fake, symbolic_math
+from penstock.nodes import data_files, symbolic_math
 from penstock.nodes.data import (
     FilePrompts,
     open_calculations,
@@ -258,15 +258,14 @@ def test_fields_are_named_or_made_by_a_function_of_the_row(tmp_path: Path) -> No
             open_prompts(made)
 
 
-@pytest.mark.parametrize("make", [open_calculations, open_tool_demonstrations, open_secrets, fake.open_prompts])
+@pytest.mark.parametrize("make", [open_calculations, open_tool_demonstrations, open_secrets])
 def test_what_is_made_as_needed_refuses_data_of_rows(make: Any) -> None:
     for data in ("", "arithmetic:2", "calculator"):
         make(Context(data=data))
-    for given in ({"data": "no.jsonl"}, {"prompt_field": "x"}, {"row": OF_MATH}, {"system": "x"}, {"data_split": "x"}):
-        with pytest.raises(
-            DataError, match=f"given '{next(iter(given.values()))}' with .*, needed none: they are made"
-        ):
-            make(Context(**given))
+    wrong = Context(data="x"), Context(prompt_field="x"), Context(row="x"), Context(system="x"), Context(data_split="x")
+    for given in wrong:
+        with pytest.raises(DataError, match=r"given 'x' with .*, needed none: they are made as needed"):
+            make(given)
 
 
 def test_demonstrations_with_a_calculator_are_for_a_model_whose_turns_end_as_in_them(tmp_path: Path) -> None:

@@ -280,18 +280,18 @@ def test_options_of_a_program_and_flags_say_which_adapters(base: Path) -> None:
         lora_of(replace(said, options={"policy_alpha": 0.0}))
 
 
-def test_new_adapters_have_no_rank_above_a_side_of_their_matrix(base: Path, tmp_path: Path) -> None:
-    narrow = CONFIG.num_key_value_heads * CONFIG.head_dim
-    require_policy(context(base, lora=narrow, lora_targets=()))
-    wide = context(base, lora=narrow + 1, lora_targets=())
-    with pytest.raises(ModelError, match=rf"rank {narrow + 1} for [kv]_proj, .* needed at most {narrow}, or other"):
-        require_policy(wide)
-    require_policy(replace(wide, lora_targets=("q_proj",)))
-    # A plan knows the same limit.
+def test_new_adapters_have_no_rank_above_the_shorter_side_of_every_matrix(base: Path, tmp_path: Path) -> None:
+    narrow, most = CONFIG.num_key_value_heads * CONFIG.head_dim, CONFIG.hidden_size
+    require_policy(context(base, lora=most, lora_targets=()))
     graph, shape = trace(aipo, {}), read_shape(str(base))
-    assert with_adapters(shape, graph, "policy", narrow, ()).lora is not None
-    with pytest.raises(ShapeError, match=rf"rank {narrow + 1} for [kv]_proj, .* needed at most {narrow}, or other"):
-        with_adapters(shape, graph, "policy", narrow + 1, ())
+    assert with_adapters(shape, graph, "policy", most, ()).lora is not None
+    for side, targets in ((most, ()), (narrow, ("k_proj",))):
+        said = rf"rank {side + 1} for matrices whose shorter sides are at most {side}, needed at most {side}"
+        with pytest.raises(ModelError, match=said):
+            require_policy(context(base, lora=side + 1, lora_targets=targets))
+        # A plan knows the same limit.
+        with pytest.raises(ShapeError, match=said):
+            with_adapters(shape, graph, "policy", side + 1, targets)
     # Those that a directory has are as they are.
     export(learnt(base), tmp_path / "adapters")
     require_policy(context(tmp_path / "adapters"))

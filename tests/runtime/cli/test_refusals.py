@@ -32,7 +32,7 @@ NOT_COMPUTED = (
 )
 NO_ADAPTERS = (
     ("--lora-targets q_proj", "given +LoRA: targets q_proj without a rank needed +--lora RANK, too"),
-    ("--lora 65", "given +LoRA: rank 65 for [kv]_proj, a matrix with a side of 64 needed +at most 64, or other"),
+    ("--lora 5000", r"given +LoRA: rank 5000 for matrices whose shorter sides are at most \d+ needed +at most"),
 )
 RANGE = "--on agents --lost-replica replace --generators 2..8"
 JOB = "--on kubernetes --image i --claim c --agents 2"

@@ -329,9 +329,6 @@ def test_flags_of_evaluation_are_refused_where_no_evaluation_reads_them(tmp_path
         assert refused(verb, f"{tmp_path}/watched.py:measured", *words) == ["--eval-groups"]
         assert refused(verb, "evaluate", "--eval-groups", "0") == []
         assert refused(verb, "aipo", *words) == []
-        # Data that nothing is measured on.
-        assert refused(verb, "aipo", *words[:2], "--eval-groups", "0") == ["--eval-data"]
-        assert refused(verb, f"{tmp_path}/watched.py:measured", *words[:2], "--eval-groups", "0") == []
     (fault,) = faults("check", "evaluate", "--eval-split", "test")
     assert (fault["code"], fault["given"]) == ("unmet-rule", "test for evaluate, which has no evaluation")
     assert fault["needed"].startswith("--data-split, ")
