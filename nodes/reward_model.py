@@ -96,7 +96,8 @@ def packed_values(model: Scorer, packed: Packed) -> tuple[Tensor, Tensor]:
 def ends(rollouts: Rollouts) -> Rollouts:
     """Rollouts with one sampled token in each row: the one that would follow its last token.
 
-    `packed_values` of them are the sequences' scores, as `LlamaForSequenceClassification` pools them.
+    `packed_values` of them are the sequences' scores, as `LlamaForSequenceClassification` pools them: at the last token
+    that is not padding, which therefore is no token that ends a response (`Tokenizer.for_scores`).
     """
     lengths_N = rollouts.response_lengths_N
     longest = int(lengths_N.max()) if len(lengths_N) else 0

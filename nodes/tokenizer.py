@@ -66,13 +66,14 @@ class TokenizerError(ValueError):
 
 
 class Tokenizer:
-    """A tokenizer with its chat template. `stops` are the tokens that end a response; the first one is `eos`."""
+    """A tokenizer with its chat template. `stops` are the tokens that end a response; the first one is `eos`. `pad`
+    fills rows; without one, other tools can encode no batches."""
 
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
         stops: Sequence[int],
-        pad: int,
+        pad: int | None,
         template: str | None = None,
         special: dict[str, str] | None = None,
     ) -> None:
@@ -235,6 +236,26 @@ class Tokenizer:
         """The text of tokens, without special ones."""
         return self.backend.decode(list(tokens), skip_special_tokens=True)
 
+    def for_scores(self) -> "Tokenizer":
+        """The tokenizer for a model that scores texts. Its padding token is no stop: if the own one is, a special token
+        that texts do not have takes its place, or none.
+
+        `transformers` reads the score at the last token of a row that is not padding, and takes batches only with it.
+        """
+        if self.pad not in self.stops:
+            return self
+        used = {*self.special.values(), *map(self.backend.id_to_token, (*self.stops, *self.backend.encode("").ids))}
+        free = [
+            token.content
+            for _, token in sorted(self.backend.get_added_tokens_decoder().items())
+            if token.special and token.content not in used and token.content not in (self.template or "")
+        ]
+        # Best one that is meant for padding, such as that of images.
+        word = min(free, key=lambda word: "pad" not in word.lower(), default=None)
+        pad = None if word is None else self.backend.token_to_id(word)
+        special = {key: text for key, text in {**self.special, "pad_token": word}.items() if text is not None}
+        return Tokenizer(self.backend, self.stops, pad, self.template, special)
+
     def save(self, folder: str | Path) -> None:
         """Write the files from which `load_tokenizer` makes an equal tokenizer."""
         folder = Path(folder)
@@ -243,7 +264,8 @@ class Tokenizer:
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": self.backend.id_to_token(self.eos),
-            "pad_token": self.backend.id_to_token(self.pad),
+            # Without the null, transformers has a pad token of its own for some families.
+            "pad_token": None if self.pad is None else self.backend.id_to_token(self.pad),
             **self.special,
         }
         if self.template is not None:

@@ -9,6 +9,7 @@ masters, which are converted as they are gathered.
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from penstock.graph.types import NodeWarning, Rollouts
 from penstock.nodes.learn.batching import MicroBatches, Packed, pack
 from penstock.nodes.learn.data_parallel_threads import DataParallelThreads
 from penstock.nodes.learn.optimizer import AdamW, Schedule, UpdateOptions, scheduled
-from penstock.nodes.model import CausalLM, Decoder, ModelError, save_model, torch_dtype
+from penstock.nodes.model import CausalLM, Decoder, ModelError, Scorer, save_model, torch_dtype
 from penstock.nodes.model.hf import check_names, check_shape, read_adapters, save_adapters
 from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel
 from penstock.nodes.open_model import about_adapters
@@ -156,13 +157,17 @@ class SequenceModel(Generic[Model]):
             return None
 
         def write() -> None:
+            tokenizer, config = self.tokenizer, self.model.config
+            if isinstance(self.model, Scorer):
+                tokenizer = tokenizer.for_scores()
+                config = replace(config, pad_token_id=tokenizer.pad)
             if self.model.lora is None:
-                save_model(self.model, tensors, folder)
+                save_model(self.model, tensors, folder, config)
             else:
                 # An absolute path: a reader may run in another folder.
                 base = str(read_adapters(self.context.model)[0].absolute()) if self.context.model else ""
                 save_adapters(self.model.lora, tensors, base, folder)
-            self.tokenizer.save(folder)
+            tokenizer.save(folder)
 
         return write
 

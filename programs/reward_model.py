@@ -4,7 +4,8 @@ a prompt, the preferred one should get the higher score.
     pairs ─► preference_update ─► reward_model
 
 Checkpoints have the model in `reward_model/`, a directory for `rlhf --reward-model` and for `transformers`
-(LlamaForSequenceClassification). Left out: rankings of more than two responses, margins, ties.
+(LlamaForSequenceClassification), which scores a text up to its end token. Its pad token is no end token; a tokenizer
+without one to spare has none, and takes no batches. Left out: rankings of more than two responses, margins, ties.
 """
 
 from penstock.graph import program

@@ -223,14 +223,16 @@ def load_model(
     return model
 
 
-def save_model(model: Decoder, tensors: Mapping[str, Tensor], folder: str | Path) -> None:
+def save_model(
+    model: Decoder, tensors: Mapping[str, Tensor], folder: str | Path, config: ModelConfig | None = None
+) -> None:
     """Write a directory that `load_model` and `transformers` can read. `tensors` are the model's weights, whole and on
-    the CPU."""
+    the CPU; `config` is written in place of the model's."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     head = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if isinstance(model, Scorer) else {}
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    facts = {"architectures": [model.architecture], **model.config.to_json(dtype)}
+    facts = {"architectures": [model.architecture], **(config or model.config).to_json(dtype)}
     (folder / CONFIG).write_text(json.dumps(facts | head, indent=2) + "\n")
     shards: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors.items():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken
 from torch import Tensor, nn
 
 from penstock.graph import Logprobs, Rewards
@@ -41,6 +42,7 @@ from penstock.nodes.reward_model import (
     preference_update,
     reward_scores,
 )
+from penstock.nodes.tokenizer import byte_tokenizer
 from tests.nodes.rollouts import assert_gradients, first_gradients, numbers_of_row, random_rollouts
 from tests.nodes.tiny_model import export, model, save
 from tests.nodes.updating import CONTEXT, batch, conversation, policy, unpacked
@@ -274,7 +276,8 @@ def learning(head: float = 0.3, **changes: Any) -> LearningRewardModel:
     assert isinstance(made, LearningRewardModel)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(7)
-        made.masters["score.weight"].copy_(torch.randn(1, 128, generator=generator) * head)
+        weight_1D = made.masters["score.weight"]
+        weight_1D.copy_(torch.randn(weight_1D.shape, generator=generator) * head)
     return made
 
 
@@ -371,6 +374,46 @@ def test_transformers_and_we_read_the_same_numbers_from_a_scorers_directory(tmp_
         torch.testing.assert_close(ours.values(ours(TOKENS))[:, -1:], theirs(TOKENS).logits, rtol=1e-5, atol=1e-6)
     if writer == "penstock":
         assert all(torch.equal(tensor, ours.state_dict()[name]) for name, tensor in scorer().state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("special", "given", "pad"),
+    [
+        (["<unused>", "<|image_pad|>"], "<eos>", "<|image_pad|>"),
+        (["<unused>"], None, "<unused>"),
+        ([], "<eos>", None),
+        ([], None, None),
+        (["<unused>"], "<pad>", "<pad>"),
+    ],
+)
+def test_an_exported_reward_model_scores_alike_in_transformers_whatever_pads_its_base(
+    tmp_path: Path, special: list[str], given: str | None, pad: str | None
+) -> None:
+    """transformers reads the score before trailing padding. Without a pad token it takes single rows alone."""
+    transformers = pytest.importorskip("transformers")
+    words, base, folder = byte_tokenizer(), tmp_path / "base", tmp_path / "export"
+    words.backend.add_special_tokens([AddedToken(word, special=True) for word in special])
+    words.pad = words.backend.token_to_id(given) if given else None
+    # So that texts have a use for the byte tokenizer's own.
+    words.template = "<pad>{{ messages[0].content }}"
+    words.save(base)
+    # In transformers Qwen2's tokenizer has a pad token if its file does not say that there is none.
+    save(model(config=replace(SHAPE, eos_token_ids=words.stops, pad_token_id=words.pad, model_type="qwen2")), base)
+    export(learning(model=str(base)), folder)
+    ours, theirs = frozen(folder), transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer, texts = transformers.AutoTokenizer.from_pretrained(folder), ["ab<eos>", "abbab<eos>"]
+    assert (tokenizer.pad_token, theirs.config.pad_token_id) == (pad, tokenizer.pad_token_id)
+    rows = [torch.tensor([ours.tokenizer.encode(text)]) for text in texts]
+    assert {int(row[0, -1]) for row in rows} == {words.eos}
+    with torch.no_grad():
+        needed = torch.cat([ours.model.values(ours.model(row))[:, -1:] for row in rows])
+        torch.testing.assert_close(torch.cat([theirs(row).logits for row in rows]), needed, rtol=1e-5, atol=1e-6)
+        if pad is not None:
+            batch = tokenizer(texts, padding=True, return_tensors="pt")
+            torch.testing.assert_close(theirs(**batch).logits, needed, rtol=1e-5, atol=1e-6)
+            return
+        with pytest.raises(ValueError, match="batch sizes > 1"):
+            theirs(torch.cat([rows[0]] * 2))
 
 
 @pytest.mark.parametrize("tied", [True, False])
