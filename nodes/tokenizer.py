@@ -23,6 +23,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from penstock.nodes.model.config import read_json, token_ids
 
 EOS, PAD, UNKNOWN = "<eos>", "<pad>", "<unk>"
+GENERATION = "generation_config.json"
 # Files of a tokenizer that cannot be read here without tokenizer.json.
 FILES_OF_OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json")
 # The beginning of chat messages as a text.
@@ -67,7 +68,8 @@ class TokenizerError(ValueError):
 
 class Tokenizer:
     """A tokenizer with its chat template. `stops` are the tokens that end a response; the first one is `eos`. `pad`
-    fills rows; without one, other tools can encode no batches."""
+    fills rows; without one, other tools can encode no batches. `generation` are the settings of generation_config.json,
+    which are kept for other tools."""
 
     def __init__(
         self,
@@ -76,9 +78,10 @@ class Tokenizer:
         pad: int | None,
         template: str | None = None,
         special: dict[str, str] | None = None,
+        generation: dict[str, Any] | None = None,
     ) -> None:
         self.backend, self.stops, self.pad, self.template = backend, tuple(stops), pad, template
-        self.special = special or {}
+        self.special, self.generation = special or {}, generation or {}
         self._unknown = backend.token_to_id(UNKNOWN)
         # Sequences of roles for which the template is known to include the text of each message.
         self._said = set[tuple[str, ...]]()
@@ -254,7 +257,7 @@ class Tokenizer:
         word = min(free, key=lambda word: "pad" not in word.lower(), default=None)
         pad = None if word is None else self.backend.token_to_id(word)
         special = {key: text for key, text in {**self.special, "pad_token": word}.items() if text is not None}
-        return Tokenizer(self.backend, self.stops, pad, self.template, special)
+        return Tokenizer(self.backend, self.stops, pad, self.template, special, self.generation)
 
     def save(self, folder: str | Path) -> None:
         """Write the files from which `load_tokenizer` makes an equal tokenizer."""
@@ -271,9 +274,9 @@ class Tokenizer:
         if self.template is not None:
             config["chat_template"] = self.template
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if len(self.stops) > 1:
-            text = json.dumps({"eos_token_id": self.stops}, indent=2) + "\n"
-            (folder / "generation_config.json").write_text(text)
+        # Other tools, too, stop where this one does, whatever config.json says.
+        generation = {**self.generation, "eos_token_id": self.stops if len(self.stops) > 1 else self.eos}
+        (folder / GENERATION).write_text(json.dumps(generation, indent=2) + "\n")
 
     def _encode(self, text: str, *, begins: bool = False, plain: bool = False) -> list[int]:
         """The tokens of a text. `begins` adds those that mark a beginning; `plain` encodes special tokens as text."""
@@ -312,7 +315,7 @@ def byte_tokenizer(alphabet: str | None = None) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-    return Tokenizer(backend, (vocab[EOS],), vocab[PAD])
+    return Tokenizer(backend, (vocab[EOS],), vocab[PAD], generation={"pad_token_id": vocab[PAD]})
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -330,7 +333,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     # Truncation and padding that the file was saved with are settings of a caller, not the model's.
     backend.no_truncation()
     backend.no_padding()
-    files = "tokenizer_config.json", "generation_config.json", "config.json"
+    files = "tokenizer_config.json", GENERATION, "config.json"
     config, generation, model = (_json(folder / name) for name in files)
     special: dict[str, str] = {}
     for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
@@ -359,7 +362,11 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         known = f"one of the {backend.get_vocab_size()} of tokenizer.json: a tokenizer of another model?"
         raise TokenizerError(f"{folder}: given eos_token_id {unknown[0]}, needed {known}")
     pad = stops[0] if named[1] is None else named[1]
-    tokenizer = Tokenizer(backend, stops, pad, template, special)
+    # Without the file, transformers takes these from config.json. Older versions prefer that one if the file says that
+    # it was made from it.
+    settings = generation or {key: model[key] for key in ("bos_token_id", "pad_token_id") if key in model}
+    settings = {key: value for key, value in settings.items() if key != "_from_model_config"}
+    tokenizer = Tokenizer(backend, stops, pad, template, special, settings)
     if isinstance(most, int) and tokenizer.vocab_size > most:
         given, needed = f"token {tokenizer.vocab_size - 1}", f"tokens below {most}, the vocab_size of config.json"
         raise TokenizerError(f"{path}: given {given}, needed {needed}: a tokenizer of another model?")

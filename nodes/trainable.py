@@ -145,8 +145,9 @@ class SequenceModel(Generic[Model]):
         return Sharding(self.ranks.mesh, self.shapes, rules, rules, cut, config.num_experts)
 
     def export(self, folder: str) -> Callable[[], None] | None:
-        """Write an HF directory: configuration, weights in the run's dtype, tokenizer. Adapters are written in peft's
-        format and in float32.
+        """Write an HF directory: configuration, weights in the run's dtype, tokenizer, settings of generation with its
+        stops. Adapters are written in peft's format and in float32; transformers opens them with the settings of their
+        base.
 
         All ranks call it to gather each tensor in the host memory of the first rank, which writes them later.
         """

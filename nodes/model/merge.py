@@ -32,7 +32,8 @@ def merge(adapters: Path, folder: Path) -> None:
             if place + A in own:
                 tensors[name] = merged(weight, own[place + A], own[place + B], lora.scale)
         save_file(tensors, folder / path.name, metadata={"format": "pt"})
-    for path in base.iterdir():
+    # A checkpoint's adapters say where the run's responses stopped.
+    for path in (*base.iterdir(), adapters / "generation_config.json"):
         if path.suffix in KEPT and path.is_file():
             shutil.copyfile(path, folder / path.name)
 

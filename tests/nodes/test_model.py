@@ -24,6 +24,7 @@ from penstock.nodes.model import CausalLM, ModelConfig, ModelError, load_model, 
 from penstock.nodes.model.config import RopeScaling
 from penstock.nodes.model.elementwise import rms_norm
 from penstock.nodes.model.kernels import linear
+from penstock.nodes.model.merge import merge
 from penstock.nodes.open_model import ALPHABET, initial_model, open_model
 from penstock.nodes.policy import LanguagePolicy, make_reference
 from penstock.nodes.tokenizer import TokenizerError, byte_tokenizer, load_tokenizer
@@ -465,6 +466,52 @@ def test_an_exported_policy_is_what_a_run_starts_from_and_transformers_reads(tmp
     ours = load_model(CausalLM, tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(ours.logits(ours(ids)), theirs(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+@pytest.mark.parametrize(
+    ("settings", "stops"),
+    [
+        ({"eos_token_id": 258, "do_sample": True, "temperature": 0.7, "pad_token_id": 9}, (258,)),
+        ({"eos_token_id": [256], "_from_model_config": True}, (258, 256)),
+        ({"do_sample": True}, (258, 256)),
+        (None, (258, 256)),
+    ],
+)
+def test_an_exported_policy_stops_where_the_runs_responses_do_and_keeps_the_settings_of_its_base(
+    tmp_path: Path, lora: int, settings: dict[str, Any] | None, stops: tuple[int, ...]
+) -> None:
+    """The tokenizer of the base ends a text otherwise than its config.json, as in mixes of base and chat models."""
+    transformers = pytest.importorskip("transformers")
+    words, base, folder = byte_tokenizer(), tmp_path / "base", tmp_path / "export"
+    words.backend.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    words.stops = (258,)
+    words.save(base)
+    prompt = torch.tensor([words.encode("12+34=")])
+    made = model(config=replace(TINY, tie_word_embeddings=False, eos_token_ids=(256,), pad_token_id=257))
+    with torch.no_grad():
+        head_VD = made.state_dict()["lm_head.weight"]
+        head_VD[258] = 2 * head_VD[int(made.logits(made(prompt))[0, -1].argmax())]
+    save(made, base)
+    (base / "generation_config.json").unlink()
+    if settings is not None:
+        (base / "generation_config.json").write_text(json.dumps(settings))
+    learner = policy(model=str(base), lora=lora)
+    assert learner.tokenizer.stops == stops
+    export(learner, folder)
+    assert policy(model=str(folder)).tokenizer.stops == stops
+    says = transformers.GenerationConfig.from_pretrained(folder).to_dict()
+    assert says["eos_token_id"] == (list(stops) if len(stops) > 1 else stops[0])
+    kept = {"pad_token_id": 257} if settings is None else settings
+    assert {key: says.get(key) for key in kept.keys() - {"eos_token_id", "_from_model_config"}}.items() <= kept.items()
+    if lora:
+        (tmp_path / "merged").mkdir()
+        merge(folder, tmp_path / "merged")
+        folder = tmp_path / "merged"
+        assert load_tokenizer(folder).stops == stops
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert theirs.generation_config.to_dict() == says
+    assert theirs.generate(prompt, do_sample=False, max_new_tokens=4)[0, prompt.shape[1] :].tolist() == [258]
 
 
 def test_every_pool_opens_the_same_model_and_a_reference_is_frozen() -> None:
