@@ -19,6 +19,8 @@ class Context:
         data_split: the split of it; "" is "train", or the only one.
         eval_data: the data that accuracy is measured on; "" is a part of `data` that training never sees.
         eval_split: the split of `eval_data`, or else of `data`.
+        held_out: prompts of rows that training never sees; None is a tenth, 500 at most, if accuracy is measured on
+            `data`.
         prompt_field: the field of a row that is the prompt, "" for the usual one.
         answer_field: the field that is the answer, "" for the usual one, "none" where rows have none.
         row: import path of a function that makes the fields of each row, "" for none.
@@ -65,6 +67,7 @@ class Context:
     data_split: str = ""
     eval_data: str = ""
     eval_split: str = ""
+    held_out: int | None = None
     prompt_field: str = ""
     answer_field: str = ""
     row: str = ""
@@ -120,7 +123,8 @@ class Context:
         if not self.apart:
             return replace(self, split="evaluate")
         data, data_split = self._evaluated
-        return replace(self, split="whole", data=data, data_split=data_split, eval_data="", eval_split="")
+        own = replace(self, data=data, data_split=data_split, eval_data="", eval_split="")
+        return replace(own, split="whole", held_out=None)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

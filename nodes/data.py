@@ -284,8 +284,9 @@ def wrong_answer(problem: Problem, key: int) -> str:
 class Epochs(Generic[R]):
     """Rows by ordinal, in another keyed order in each epoch.
 
-    If the evaluation has no data of its own, a fixed tenth of the prompts, at most 500, is held out for it, each once,
-    and training uses no row with one of them. With fewer than ten prompts, training and evaluation use all rows.
+    If the evaluation has no data of its own, fixed prompts are held out for it, each once, and training uses no row
+    with one of them: `context.held_out`, or a tenth, 500 at most. If that is none, both use all rows. Raises DataError
+    for prompts to hold out beside data of its own, and for all of them.
     """
 
     def __init__(self, context: Context, rows: Sequence[R], prompt: Callable[[R], str]) -> None:
@@ -294,13 +295,21 @@ class Epochs(Generic[R]):
         first: dict[str, int] = {}
         for i in order:
             first.setdefault(prompt(rows[i]), i)
-        num_held_out = 0 if context.apart or context.split == "whole" else min(HELD_OUT, len(first) // 10)
+        own = context.apart or context.split == "whole"
+        num_held_out = min(HELD_OUT, len(first) // 10) if context.held_out is None else context.held_out
+        if context.held_out and own:
+            needed = "one of both: accuracy is measured on that"
+            raise DataError(f"--held-out: given {num_held_out} beside --eval-data or --eval-split, needed {needed}")
+        if num_held_out >= max(1, len(first)):
+            needed = f"fewer than the {len(first)} different prompts of the data"
+            raise DataError(f"--held-out: given {num_held_out}, needed {needed}")
+        num_held_out *= not own
         held_out = dict(islice(first.items(), num_held_out))
         evaluate = context.split == "evaluate"
         if evaluate and not num_held_out:
             warnings.warn(
-                f"accuracy is measured on the {len(rows)} rows that training learns from: of fewer than 10 prompts "
-                "none are kept for it, and there is no --eval-data or --eval-split",
+                f"accuracy is measured on the {len(rows)} rows that training learns from: none of {len(first)} prompts "
+                "are kept for it (--held-out), and there is no --eval-data or --eval-split",
                 NodeWarning,
                 stacklevel=2,
             )

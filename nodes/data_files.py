@@ -237,8 +237,8 @@ def no_rows(context: Context, made: str, needed: str = "none: they are made as n
     """Raises DataError for data of rows, and for options of rows, beside a source of what is `made` as needed."""
     if context.data.partition(":")[0] not in ("", "arithmetic", "calculator"):
         raise DataError(f"{called(context)}: given {context.data!r} with {made}, needed {needed}")
-    for option in ("data_split", "prompt_field", "answer_field", "row", "system"):
-        if given := getattr(context, option):
+    for option in ("data_split", "held_out", "prompt_field", "answer_field", "row", "system"):
+        if (given := getattr(context, option)) not in ("", None):
             raise DataError(f"--{option.replace('_', '-')}: given {given!r} with {made}, needed {needed}")
 
 

@@ -148,6 +148,10 @@ class DataOptions:
     """Problems to measure accuracy on."""
     eval_split: Annotated[str, Shown("SPLIT", "that of --data, or the only one of --eval-data")] = Context.eval_split
     """Split to measure accuracy on."""
+    held_out: Annotated[
+        Count | None, Shown("COUNT", "a tenth of them, at most 500, without --eval-data or --eval-split")
+    ] = Context.held_out
+    """Prompts of --data that training never sees, to measure accuracy on. 0: it sees all."""
     prompt_field: Annotated[str, Shown("FIELD", "question; for pairs, prompt")] = Context.prompt_field
     """Field of a row with the prompt: a text or chat messages."""
     answer_field: Annotated[str, Shown("FIELD", "answer")] = Context.answer_field

@@ -108,6 +108,25 @@ def test_a_file_is_read_in_a_new_order_each_epoch_and_a_tenth_is_held_out(tmp_pa
     assert first != second
 
 
+def test_as_many_prompts_are_held_out_as_asked_for(tmp_path: Path) -> None:
+    context = replace(TRAIN, data=jsonl(tmp_path / "d.jsonl", 40), held_out=15)
+    learnt, measured = texts(context, range(25)), texts(context.evaluation(), range(15))
+    assert sorted(learnt + measured) == sorted(f"q{i}" for i in range(40))
+    none = replace(context, held_out=0)
+    assert len(set(texts(none, range(40)))) == 40
+    with pytest.warns(NodeWarning, match="the 40 rows that training learns from"):
+        assert len(set(texts(none.evaluation(), range(40)))) == 40
+    assert texts(replace(none, eval_data=context.data, eval_split="x", split="train"), range(40)) == texts(
+        none, range(40)
+    )
+    with pytest.raises(DataError, match="--held-out: given 40, needed fewer than the 40 different prompts"):
+        open_prompts(replace(context, held_out=40))
+    with pytest.raises(DataError, match="--held-out: given 15 beside --eval-data or --eval-split, needed one of both"):
+        open_prompts(replace(context, eval_data=str(tmp_path)))
+    with pytest.raises(DataError, match="--held-out: given 5 with arithmetic, needed --data of rows"):
+        open_prompts(replace(TRAIN, held_out=5))
+
+
 def test_rows_that_come_again_are_not_learnt_from_where_their_prompt_is_held_out(tmp_path: Path) -> None:
     rows = [{"question": f"q{i % 30}", "answer": f"#### {i}"} for i in range(90)]
     context = replace(TRAIN, data=written(tmp_path / "d.jsonl", rows))
