@@ -147,10 +147,14 @@ class Call:
                 seen.add(step)
                 node = view.nodes.get(step)
                 pending += [item.ref.node for item in node.inputs if not item.back] if node is not None else []
-        made = {argument.name for argument in view.arguments.values() if view.fits(argument.type, ROLLOUTS)}
+
+        def are_rollouts(type_: str) -> bool:
+            return type_ != ANY and view.fits(type_, ROLLOUTS)
+
+        made = {argument.name for argument in view.arguments.values() if are_rollouts(argument.type)}
         for other in view.nodes.values():
-            if not any(view.fits(item.type, ROLLOUTS) for item in other.inputs if not item.back):
-                made |= {other.name for output in other.outputs if view.fits(output.type, ROLLOUTS)}
+            if not any(are_rollouts(item.type) for item in other.inputs if not item.back):
+                made |= {other.name for output in other.outputs if are_rollouts(output.type)}
         return made & seen
 
     def branched(self, name: str) -> bool:
@@ -302,6 +306,13 @@ def opens(
         return made
 
     return mark
+
+
+def reads_no_data(maker: M) -> M:
+    """Declare that a maker's source makes its values, and reads none of `--data`. `check` refuses the flags of data for
+    a program of which all sources do so."""
+    maker.reads_no_data = True  # type: ignore[attr-defined]
+    return maker
 
 
 def opened(maker: str) -> Opens | None:

@@ -455,10 +455,10 @@ class Replies(Batchable):
         needed = "an array [N], one {} per row".format
         if lack := _lack(self.done_N, (1,), "done_N", needed("bool"), finite=False):
             return lack
-        if others := {type(value).__name__ for value in self.done_N.tolist()} - {"bool"}:
-            return f"done_N of {others.pop()}, needed {needed('bool')}"
-        if others := {role for role in self.roles if role not in ("user", "tool")}:
-            return f'the role {min(others, key=str)!r}, needed "user" or "tool"'
+        if kinds := {type(value).__name__ for value in self.done_N.tolist()} - {"bool"}:
+            return f"done_N of {kinds.pop()}, needed {needed('bool')}"
+        if others := [role for role in self.roles if role not in ("user", "tool")]:
+            return f'the role {others[0]!r}, needed "user" or "tool"'
         return "" if self.rewards_N is None else _lack(self.rewards_N, (1,), "rewards", needed("number"), finite=True)
 
 

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from penstock.graph.context import Context, random_key
 from penstock.graph.protocols import Source
+from penstock.graph.requires import reads_no_data
 from penstock.graph.types import Batchable, NodeWarning, Prompts
 from penstock.nodes.data_files import (
     DataError,
@@ -34,7 +35,6 @@ from penstock.nodes.data_files import (
     Table,
     called,
     is_on_hub,
-    no_rows,
     open_table,
     read_demonstration,
     read_pair,
@@ -109,9 +109,9 @@ def open_prompts(context: Context) -> Source:
     return Made(lambda ordinal: Prompts(*_problem_of(context, digits, ordinal)), size=_size(context))
 
 
+@reads_no_data
 def open_calculations(context: Context) -> Source:
     """Arithmetic problems of two digits, for a model that can call a calculator."""
-    no_rows(context, "problems for a calculator")
     return Made(lambda ordinal: Calculations(*_problem_of(context, CALCULATOR_DIGITS, ordinal)), size=_size(context))
 
 
@@ -130,15 +130,15 @@ def open_demonstrations(context: Context) -> Source:
     return Made(read)
 
 
+@reads_no_data
 def open_tool_demonstrations(context: Context) -> Source:
-    """Demonstrations of a teacher with a calculator, `ROWS` per ordinal. Raises DataError for data of rows, and for a
-    model whose turns do not end with `EOS`."""
+    """Demonstrations of a teacher with a calculator, `ROWS` per ordinal. Raises DataError for a model whose turns do
+    not end with `EOS`."""
     from penstock.nodes.open_model import run_spec  # torch
 
-    no_rows(context, "demonstrations with a calculator")
     tokenizer = run_spec(context).tokenizer
-    if tokenizer.encode(EOS) != [tokenizer.eos]:
-        given = f"{context.model}, whose turns end with {tokenizer.backend.id_to_token(tokenizer.eos)!r}"
+    if tokenizer.encode(EOS) != [tokenizer.end]:
+        given = f"{context.model}, whose turns end with {tokenizer.backend.id_to_token(tokenizer.end)!r}"
         needed = f"a new model (--model new), or one whose turns end with {EOS!r}, which stands in the demonstrations"
         raise DataError(f"model: given {given}, needed {needed}")
 
@@ -379,7 +379,9 @@ def arithmetic_digits(context: Context) -> int | None:
     if name == "arithmetic":
         if (digits or "3") not in tuple("23456"):
             raise DataError(f"{called(context)}: given {data!r}, needed arithmetic:2 to arithmetic:6")
-        no_rows(context, "arithmetic", "--data of rows")
+        for option in ("data_split", "held_out", "prompt_field", "answer_field", "row", "system"):
+            if (given := getattr(context, option)) not in ("", None):
+                raise DataError(f"--{option.replace('_', '-')}: given {given!r} with arithmetic, needed --data of rows")
         return int(digits or 3)
     if Path(data).exists() or is_on_hub(data):
         return None

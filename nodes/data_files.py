@@ -233,15 +233,6 @@ def called(context: Context) -> str:
     return "data of the evaluation" if context.split == "whole" else "data"
 
 
-def no_rows(context: Context, made: str, needed: str = "none: they are made as needed") -> None:
-    """Raises DataError for data of rows, and for options of rows, beside a source of what is `made` as needed."""
-    if context.data.partition(":")[0] not in ("", "arithmetic", "calculator"):
-        raise DataError(f"{called(context)}: given {context.data!r} with {made}, needed {needed}")
-    for option in ("data_split", "held_out", "prompt_field", "answer_field", "row", "system"):
-        if (given := getattr(context, option)) not in ("", None):
-            raise DataError(f"--{option.replace('_', '-')}: given {given!r} with {made}, needed {needed}")
-
-
 def open_table(context: Context) -> Table:
     """All rows of what `context.data` and `context.data_split` name. Raises DataError."""
     data, wanted, path = context.data, context.data_split, Path(context.data)

@@ -30,16 +30,21 @@ Rule = Callable[[str, str, str], float]
 
 # Words that multiply the number before them.
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})++|[0-9]++)(?:\.[0-9]++)?+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?+"
+# An optional group is left out only where it does not match. It is not possessive, `(?:…)?+`: before Python 3.11.5 such
+# a group may fail, and with it the number, where there is a choice in it (python/cpython#106052).
+_DIGITS = (
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?!,[0-9]{3})|[0-9]++)(?:\.[0-9]++|(?!\.[0-9]))|\.[0-9]++)"
+    r"(?:[eE][+-]?[0-9]++|(?![eE][+-]?[0-9]))"
+)
 # Possessive, so that no part of "12,34" or "1.2.3" is taken for a number. A minus belongs to the number unless it
 # follows something to subtract from: "48-24" holds 48 and 24.
 _NUMBER = re.compile(
     rf"""(?P<sign>(?:(?<![\w.)−-])(?:[−-]\s?|–)\$?|\$[−-]?)?)
     (?<![0-9.])(?<![0-9][,/eExX])
-    (?:(?P<whole>[0-9]++)\s++(?=[0-9]++/[0-9]))?+
-    (?P<top>{_DIGITS})(?:\s?/\s?(?P<bottom>[−-]?{_DIGITS}))?+
+    (?:(?P<whole>[0-9]++)\s++(?=[0-9]++/[0-9])|(?![0-9]++\s++[0-9]++/[0-9]))
+    (?P<top>{_DIGITS})(?:\s?/\s?(?P<bottom>[−-]?{_DIGITS})|(?!\s?/\s?[−-]?\.?[0-9]))
     (?!\s?/\s?[−-]?[0-9]|[.,]?[0-9]|[xX][0-9a-fA-F])
-    (?:\s*+(?P<scale>{"|".join(_SCALES)})s?\b)?+""",
+    (?:\s*+(?P<scale>{"|".join(_SCALES)})s?\b)?""",
     re.VERBOSE,
 )
 # A number with more digits, or a larger exponent, counts as none: Python refuses to read more than 4,300 digits.
@@ -75,13 +80,15 @@ _TWO_READINGS = re.compile(
 )
 # A number after the first or before the second pattern is a part of an expression, such as 2^{10}, \sqrt{2}, √2, 3\pi,
 # 3², 3i, "3k", 2 * 3, "minus 3" or "3 squared"; or it follows "not", "about" or a comparison. Marks of Markdown have a
-# space on one side (*Step 2* 3), operators on none or on both. "At least 3" may be all of an answer.
+# space on one side (*Step 2* 3), operators on none or on both. "At least 3" may be all of an answer; in 5!=120 the mark
+# belongs to the 5.
 _FUNCTIONS = "sqrt|log|ln|sin|cos|tan"
+_UNEQUAL, _EQUAL = r"(?<![\w)}\]])!=", re.compile(r"(?<![^\w)}\]]!)=")
 _WITHIN = (
     re.compile(
-        rf"(?:[\^_{{√∛∜±≈≠≤≥]|!=|[\w)}}$]\s*(?:<|(?<!>)>)=?|\+/|[0-9]\*\*|\\[A-Za-z]+|(?:{_FUNCTIONS})\s*\("
-        r"|[0-9)}](?:[*×·⋅÷+](?!\s)|[ \t]+(?:[*×·⋅÷+]|(?i:times|plus|(?:divided|multiplied) by))(?=\s))"
-        rf"|\b(?i:not|than|over|under|above|below|about|approximately|approx\.?|roughly|around|nearly|almost"
+        rf"(?:[\^_{{√∛∜±≈≠≤≥]|{_UNEQUAL}|[\w)}}$]\s*(?:<|(?<!>)>)=?|\+/|[0-9]\*\*|\\[A-Za-z]+|(?:{_FUNCTIONS})\s*\("
+        r"|[0-9][)}]*(?:[*×·⋅÷+](?!\s)|[ \t]+(?:[*×·⋅÷+]|(?i:times|plus|(?:divided|multiplied) by))(?=[ \t]+[−-]?\s*$))"
+        rf"|\b(?i:not|than|about|approximately|approx\.?|roughly|around|nearly|almost"
         rf"|(?:minus|negative|twice|half|double|root|{_FUNCTIONS})(?:\s+of)?))\s*[−-]?\s*$"
     ),
     re.compile(
@@ -263,7 +270,7 @@ def final_number(text: str) -> Fraction | None:
     """The number that a text ends with (see `math_answer`); None if there is none."""
     boxed = _last_boxed(text)
     if boxed is not None:
-        *sides, last = re.split("(?<!!)=", boxed)
+        *sides, last = _EQUAL.split(boxed)
         return None if any(map(_UNKNOWN.search, sides)) else _only(last)
     plain = _without_latex(_TWO_READINGS.sub(r"≈\g<0>", text.rpartition(FINAL)[2]))
     matches = list(_NUMBER.finditer(plain))

@@ -100,8 +100,11 @@ class Tokenizer:
             after = self._encode(self._frame("user")[0])
         except TokenizerError:  # a template of a single turn
             return self.eos
-        special = {token for token, added in self.backend.get_added_tokens_decoder().items() if added.special}
-        return after[0] if after and after[0] in special else self.eos
+        added = self.backend.get_added_tokens_decoder()
+        ends = {
+            token for token, word in added.items() if word.special and word.content != self.special.get("bos_token")
+        }
+        return after[0] if after and after[0] in ends else self.eos
 
     @property
     def vocab_size(self) -> int:
@@ -124,7 +127,9 @@ class Tokenizer:
         written: it is one message, and what looks like a special token in it is text. Raises TokenizerError for several
         messages without a chat template.
         """
-        messages = [] if plain else messages_of(text)
+        messages = messages_of(text)
+        # Of others' texts, only one message is taken out of its JSON: the user's own.
+        messages = [] if plain and [message["role"] for message in messages] != ["user"] else messages
         roles = tuple(message["role"] for message in messages)
         if messages and roles != ("user",):
             if self.template is None:

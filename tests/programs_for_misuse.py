@@ -94,7 +94,7 @@ def of_others(policy: Policy, prompts: Prompts) -> Policy:
     weights = broadcast(policy, lag=1)
     own, others = (generate(prompts, weights, samples=2) for _ in range(2))
     worth = group_advantage(score(others, by=math_answer))
-    # unmet-requirement: aipo_update: input 'advantage' given one of the responses of generate_2 … one of generate, as
+    # unmet-requirement: aipo_update: input 'advantage' given numbers for responses of generate_2 … those of generate
     return aipo_update(policy, own, worth)
 
 

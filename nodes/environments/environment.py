@@ -63,15 +63,16 @@ class EnvironmentDef(NodeDef[P, T], Generic[P, T]):
 
         def called(**inputs: Any) -> Any:
             made = self.fn(**inputs, **options)
-            replies, *metrics = made if own.metrics and isinstance(made, tuple) else (made, {})
-            said = next((value for value in inputs.values() if isinstance(value, Rollouts)), None)
-            # `split` tells what is wrong with malformed ones.
-            if said is not None and isinstance(replies, Replies) and not (replies.lack() or uneven(replies)):
-                if len(replies) != len(said):
-                    given, needed = f"{len(replies)} replies", f"{len(said)}, one for each row of the conversation"
+            replies, *others = made if own.metrics and isinstance(made, tuple) and made else (made,)
+            said = [value for value in inputs.values() if isinstance(value, Rollouts)]
+            # `split` tells what is wrong with malformed ones. Of several rollouts, any may be the conversation.
+            if len(said) == 1 and isinstance(replies, Replies) and not (replies.lack() or uneven(replies)):
+                if len(replies) != len(said[0]):
+                    given, needed = f"{len(replies)} replies", f"{len(said[0])}, one for each row of the conversation"
                     raise ValueError(f"{self.__name__} returned {given}, needed {needed}")
-                replies = said.settled(replies)
-            return replies, *metrics
+                replies = said[0].settled(replies)
+                made = (replies, *others) if others else replies
+            return made if own.metrics else (made, {})
 
         return Calls(called, deadline)
 

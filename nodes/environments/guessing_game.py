@@ -7,8 +7,8 @@ import torch
 
 from penstock.graph.context import Context
 from penstock.graph.protocols import Source
+from penstock.graph.requires import reads_no_data
 from penstock.graph.types import Mean, Metrics, Prompts, Replies, Rollouts
-from penstock.nodes.data_files import no_rows
 from penstock.nodes.environments.environment import environment
 
 LOW, HIGH = 0, 9
@@ -39,9 +39,9 @@ class _Secrets:
         return Secrets((ordinal,), (f"{self.low}-{self.high}:",), (str(secret),))
 
 
+@reads_no_data
 def open_secrets(context: Context) -> Source:
-    """The source of `Secrets`. Raises ValueError unless 0 <= low < high, and for data of rows."""
-    no_rows(context, "secrets")
+    """The source of `Secrets`. Raises ValueError unless 0 <= low < high."""
     return _Secrets(context)
 
 

@@ -49,13 +49,14 @@ _FIRST_LOOK = Lock()
 _PROBE = """
 import os, socket
 try:
-    os.fork()
+    child = os.fork()
 except OSError:
     seen = [path for path in ("/home", "/root/.ssh", "/etc/passwd", "/proc/1") if os.path.exists(path)]
     nets = [name for _, name in socket.if_nameindex() if name != "lo"]
     print("isolated" if not (seen or nets or os.getuid() == 0) else f"sees {seen + nets} as user {os.getuid()}")
 else:
-    print("can start processes")
+    if child:
+        print("can start processes")
 """
 
 

@@ -80,12 +80,13 @@ def one_rate(call: Call) -> None:
 
 
 def of_its_rows(call: Call) -> None:
-    """Requirement of inputs with a number for each row or token: they come from the responses that are learnt from."""
+    """Requirement of inputs with a number for each row or token: they come from responses that are learnt from."""
     own = call.origins("rollouts")
     for name in ("advantage", "reference", "proximal"):
-        if (of := call.origins(name)) and (missing := own - of):
-            given, needed = (", ".join(sorted(names)) for names in (of, missing))
-            raise call.lack(f"one of the responses of {given}", f"one of {needed}, as its rollouts are", input=name)
+        # Only if they have nothing in common: a node of the user's may join others to them.
+        if own and (of := call.origins(name)) and own.isdisjoint(of):
+            given, needed = (" and ".join(sorted(names)) for names in (of, own))
+            raise call.lack(f"numbers for responses of {given}", f"numbers for those of {needed}", input=name)
 
 
 def own_names(call: Call) -> None:

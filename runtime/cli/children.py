@@ -67,6 +67,9 @@ INSTEAD = {
     "eval_split": "--data-split, of which it reads --data",
     "eval_groups": "--updates and --batch, by which it reads --data",
 }
+# The flags of what is read, and words for data that is made: the base model knows them.
+OF_DATA = "data", "data_split", "eval_data", "eval_split", "held_out", "prompt_field", "answer_field", "row", "system"
+MADE = "arithmetic", "calculator"
 # Prefixes of the names of our modules; the last is the module with which a child was started.
 OURS = ("penstock.", "importlib", "__main__")
 
@@ -301,7 +304,8 @@ def unread_flags(
     program: Program[..., Any], graphs: Sequence[Graph], flags: Any, typed: Collection[str]
 ) -> list[Fault]:
     """Faults for the flags that the user has typed and that nothing in a run reads: those of evaluation where none is
-    made and no node or maker may read held-out problems by itself, and the limit of another engine without one."""
+    made and no node or maker may read held-out problems by itself, those of data where all sources make theirs, and the
+    limit of another engine without one."""
     nodes = [node for graph in graphs for node in graph.nodes]
     definitions = [made for node in nodes if isinstance(made := imported(node.op), NodeDef)]
     # A user's function that gets the context may read any flag with it.
@@ -312,6 +316,11 @@ def unread_flags(
     if program.evaluation is None:
         why, needed = f"for {program.name}, which has no evaluation", "or a program with @program(evaluation=…)"
         unread = {name: (why, f"{instead}, {needed}") for name, instead in INSTEAD.items()}
+    sources = [imported(argument.maker) for graph in graphs for argument in graph.sources]
+    if sources and all(getattr(maker, "reads_no_data", False) for maker in sources):
+        unread |= dict.fromkeys(
+            OF_DATA, (f"for {program.name}, which makes its data", "none, or a program that reads it")
+        )
     if of_user or any(made.evaluates for made in definitions):
         unread = {name: said for name, said in unread.items() if name == "eval_groups"}
     options = [dict(node.options) for node in nodes]
@@ -321,7 +330,7 @@ def unread_flags(
     return [
         Fault("unmet-rule", f"--{name.replace('_', '-')}", f"{value} {why}", needed, program.where)
         for name, (why, needed) in unread.items()
-        if name in typed and (value := getattr(flags, name))
+        if name in typed and (value := getattr(flags, name)) and str(value).partition(":")[0] not in MADE
     ]
 
 

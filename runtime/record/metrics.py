@@ -61,8 +61,8 @@ def columns(rows: Sequence[Row], figure: str) -> list[str]:
 
 
 def counting(graphs: Iterable[Graph]) -> frozenset[str]:
-    """The nodes whose `TOKENS` and `GENERATED` make the rates of a row: those that make the next value of a model, and
-    streams that decode, with weights or as environments of this package."""
+    """The nodes whose `TOKENS` and `GENERATED` make the rates of a row: those that make the next value of a model,
+    those that have its weights, and environments of this package."""
     found = set[str]()
     for graph in graphs:
         bases, values = dict(graph.types), {argument.name for argument in graph.carried}
@@ -75,7 +75,7 @@ def counting(graphs: Iterable[Graph]) -> frozenset[str]:
                 values.add(node.name)  # an update may be several calls, one after the other
             sources = [graph[item.ref.node] for item in node.inputs if item.ref.node in graph]
             weights = any(source.construct == "broadcast" for source in sources)
-            if trains or (node.stream and (weights or node.op.startswith("penstock."))):
+            if trains or weights or (node.stream and node.op.startswith("penstock.")):
                 found.add(node.name)
     return frozenset(found)
 

@@ -18,14 +18,12 @@ from penstock.graph.types import Prompts
 from penstock.nodes import data_files, symbolic_math
 from penstock.nodes.data import (
     FilePrompts,
-    open_calculations,
     open_demonstrations,
     open_pairs,
     open_prompts,
     open_tool_demonstrations,
 )
 from penstock.nodes.data_files import DataError
-from penstock.nodes.environments.guessing_game import open_secrets
 from penstock.nodes.open_model import refuse_long, suspects
 from penstock.nodes.tokenizer import TokenizerError, byte_tokenizer, conversation, messages_of
 from penstock.runtime.cli.children import try_inputs
@@ -256,16 +254,6 @@ def test_fields_are_named_or_made_by_a_function_of_the_row(tmp_path: Path) -> No
     for made in (Context(prompt_field="x"), Context(row=OF_MATH), Context(system="x"), Context(data_split="x")):
         with pytest.raises(DataError, match="with arithmetic, needed --data of rows"):
             open_prompts(made)
-
-
-@pytest.mark.parametrize("make", [open_calculations, open_tool_demonstrations, open_secrets])
-def test_what_is_made_as_needed_refuses_data_of_rows(make: Any) -> None:
-    for data in ("", "arithmetic:2", "calculator"):
-        make(Context(data=data))
-    wrong = Context(data="x"), Context(prompt_field="x"), Context(row="x"), Context(system="x"), Context(data_split="x")
-    for given in wrong:
-        with pytest.raises(DataError, match=r"given 'x' with .*, needed none: they are made as needed"):
-            make(given)
 
 
 def test_demonstrations_with_a_calculator_are_for_a_model_whose_turns_end_as_in_them(tmp_path: Path) -> None:

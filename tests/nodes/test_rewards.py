@@ -154,7 +154,8 @@ RIGHT = [
             *(r"\sqrt{144} = \boxed{12}", r"\therefore \boxed{12}", r"\mathbf{\boxed{12}}", r"\text{So }\boxed{12}"),
             *(r"\boxed{12\text{ m}^2}", r"\boxed{12\ \mathrm{m}^{3}}", "It is 12 m^2", r"\boxed{12\text{ m/s}^2}"),
             *(r"\boxed{12^\circ\text{C}}", r"\boxed{12^{\circ} F}", r"\boxed{12 \text{ J}}", r"\boxed{{12}}"),
-            *("(a) +12", "*Step 2* 12", "3 ways\n* 12", "2) 12", "**In dollars (2)** 12", "at least 12"),
+            *("(a) +12", "*Step 2* 12", "3 ways\n* 12", "2) 12", "**In dollars (2)** 12", "at least 12", "C) + 12"),
+            *("$3!+3!=12$", r"\boxed{3!+3!=12}", "4!/2=12", "(n-1)!=12", "left over 12", "3 times\n\n12", "3 over\n12"),
             *(r"\boxed{12 \quad}", r"\boxed{12 \text{ m}²}", r"\boxed{12}\text{ m}^2"),
             *(r"\boxed{12} \text{ cm}^2", r"\boxed{12}\%", r"\frac{24}{2} = \boxed{12}", r"\boxed{12~\text{cm}}"),
         )
@@ -254,7 +255,7 @@ WRONG = [
                 "2 times 12",
                 "24 divided by 12",
             ),
-            *("2 * -12", "x != 12", "over 12", "Below 12", "1/12/-1"),
+            *("2 * -12", "x != 12", "1/12/-1"),
             *("about 12", "Approximately 12", "nearly $12", "~12", "≈ 12", "x > 12", "x<12", "≥ 12", "≠12", "12!"),
         )
     ),

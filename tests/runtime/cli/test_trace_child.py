@@ -334,6 +334,14 @@ def test_flags_of_evaluation_are_refused_where_no_evaluation_reads_them(tmp_path
     assert fault["needed"].startswith("--data-split, ")
 
 
+@pytest.mark.parametrize("name", ["tool_sft", "tool_use", "guessing", "toy"])
+def test_flags_of_data_are_refused_where_all_data_is_made(name: str) -> None:
+    words = ["--data", "no.jsonl", "--row", "no.py:f", "--system", "hi"]
+    for verb in ("check", "run"):
+        assert [fault["what"] for fault in faults(verb, name, *words)] == ["--data", "--row", "--system"]
+        assert "--data" not in [fault["what"] for fault in faults(verb, name, "--data", "arithmetic")]
+
+
 def test_a_limit_of_mismatches_is_refused_without_an_engine_that_could_have_some() -> None:
     words = ("--model", "new", "--mismatch-limit", "0.5")
     for verb in ("check", "run"):
