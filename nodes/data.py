@@ -303,10 +303,9 @@ class Epochs(Generic[R]):
         if num_held_out >= max(1, len(first)):
             needed = f"fewer than the {len(first)} different prompts of the data"
             raise DataError(f"--held-out: given {num_held_out}, needed {needed}")
-        num_held_out *= not own
-        held_out = dict(islice(first.items(), num_held_out))
+        held_out = {} if own else dict(islice(first.items(), num_held_out))
         evaluate = context.split == "evaluate"
-        if evaluate and not num_held_out:
+        if evaluate and not held_out:
             warnings.warn(
                 f"accuracy is measured on the {len(rows)} rows that training learns from: none of {len(first)} prompts "
                 "are kept for it (--held-out), and there is no --eval-data or --eval-split",
