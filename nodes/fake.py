@@ -21,7 +21,6 @@ from penstock.graph import node
 from penstock.graph.context import Context, random_key
 from penstock.graph.node import fire
 from penstock.graph.protocols import Carried, Source
-from penstock.graph.requires import reads_no_data
 from penstock.graph.types import BY_LAG, Metrics, Policy, Prompts, Replies, Rewards, Rollouts, Weights
 from penstock.nodes.environments.environment import environment
 from penstock.nodes.learn.batching import behaviour_logprobs, sampled_mask
@@ -209,7 +208,6 @@ def make_policy(context: Context) -> Carried:
     return FakePolicy(context)
 
 
-@reads_no_data
 def open_prompts(context: Context) -> Source:
     return _Ordinals()
 

@@ -334,7 +334,7 @@ def test_flags_of_evaluation_are_refused_where_no_evaluation_reads_them(tmp_path
     assert fault["needed"].startswith("--data-split, ")
 
 
-@pytest.mark.parametrize("name", ["tool_sft", "tool_use", "guessing", "toy"])
+@pytest.mark.parametrize("name", ["tool_sft", "tool_use", "guessing"])
 def test_flags_of_data_are_refused_where_all_data_is_made(name: str) -> None:
     words = ["--data", "no.jsonl", "--row", "no.py:f", "--system", "hi"]
     for verb in ("check", "run"):
