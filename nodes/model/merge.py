@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from penstock.nodes.model.config import ModelError
 from penstock.nodes.model.hf import read_adapters, saved_adapters, weight_files
 from penstock.nodes.model.lora import A, B, merged
+from penstock.nodes.tokenizer import GENERATION
 
 # Suffixes of the base's other files that are copied: configuration, index of weights, tokenizer.
 KEPT = (".json", ".jinja", ".model", ".txt")
@@ -33,7 +34,7 @@ def merge(adapters: Path, folder: Path) -> None:
                 tensors[name] = merged(weight, own[place + A], own[place + B], lora.scale)
         save_file(tensors, folder / path.name, metadata={"format": "pt"})
     # A checkpoint's adapters say where the run's responses stopped.
-    for path in (*base.iterdir(), adapters / "generation_config.json"):
+    for path in (*base.iterdir(), adapters / GENERATION):
         if path.suffix in KEPT and path.is_file():
             shutil.copyfile(path, folder / path.name)
 
