@@ -89,8 +89,9 @@ def route_of(model: Decoder, packed: Packed) -> Route | None:
         return None
     width = packed.tokens_RW.shape[1]
     experts_RWLK = packed.rollouts.experts_NSLK[:, :width]
-    # Rows that were joined with others may have no experts, and be longer.
-    return replay(F.pad(experts_RWLK, (0, 0, 0, 0, 0, width - experts_RWLK.shape[1])).flatten(0, 1))
+    # Rows that were joined with others may have no experts, and be longer. One copy to the device is for all layers.
+    padded_RWLK = F.pad(experts_RWLK, (0, 0, 0, 0, 0, width - experts_RWLK.shape[1]))
+    return replay(padded_RWLK.flatten(0, 1).to(packed.tokens_RW.device))
 
 
 def token_logprobs(

@@ -260,7 +260,8 @@ def require_installed(config: RunConfig, cluster: Cluster) -> None:
 
 def require_processes(config: RunConfig, cluster: Cluster, flags: StartFlags) -> None:
     """Raises CommandError, before anything is written, for a run in one process whose plan has replicas of several
-    ranks or other interpreters, and for a controller that cannot listen at the address in the cluster file."""
+    ranks, other interpreters or several GPUs, and for a controller that cannot listen at the address in the cluster
+    file."""
     for pool in config.plan.pools if flags.in_process else ():
         if pool.python:
             given = f"--in-process with pools.{pool.name}.python ({pool.python})"
@@ -275,6 +276,10 @@ def require_processes(config: RunConfig, cluster: Cluster, flags: StartFlags) ->
         if len(replica.ranks) > 1:
             given = f"--in-process with {replica.name} of {len(replica.ranks)} ranks ({spelled(replica.mesh)})"
             raise CommandError(f"{given}, needed one rank for each: they would wait for each other")
+    gpus = {rank.device for replica in config.plan.replicas for rank in replica.ranks} - {"cpu"}
+    if flags.in_process and len(gpus) > 1:
+        given = f"--in-process with ranks on {', '.join(sorted(gpus))}"
+        raise CommandError(f"{given}, needed one device for all: --device {min(gpus)}, or cpu")
 
 
 def finish(

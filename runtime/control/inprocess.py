@@ -43,6 +43,9 @@ class InProcess:
         self.values: dict[Key, Any] = {}
         peers: dict[str, LocalChannels] = {}
         self.executors: dict[str, Executor] = {}
+        for device in {rank.device for replica in config.plan.replicas for rank in replica.ranks} - {"cpu"}:
+            # At most one (`launching.require_processes`). Kernels and graphs run on the current device.
+            torch.cuda.set_device(device)
         for replica in config.plan.replicas:
             (rank,) = replica.ranks  # a mesh needs processes
             setup = config.setup(replica, 0, folder, restore)

@@ -13,7 +13,7 @@ the wire's format (`broadcast(…, precision=…)`) needs no conversion, and tak
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -196,13 +196,22 @@ def _block_rows(region: Region, block: int) -> Iterator[slice]:
 
 
 class Restorer:
-    """Converts a rank's shards of `wired`, which is `layout` in the format `wire`, back to the dtypes of `layout`."""
+    """Converts a rank's shards of `wired`, which is `layout` in the format `wire`, back to the dtypes of `layout`.
+    `fused` tensors lie next to each other, as in `DoubleBuffer`."""
 
-    def __init__(self, layout: Layout, wired: Layout, wire: str, rank: int, device: Device) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        wired: Layout,
+        wire: str,
+        rank: int,
+        device: Device,
+        fused: Sequence[Sequence[str]] = (),
+    ) -> None:
         changed = [t for t in layout.tensors if wired.by_name[t.name].dtype != t.dtype]
         self._format = FORMATS.get(wire)
         self._names = [t.name for t in layout.tensors if t.held_by(rank)]
-        self._arena = DoubleBuffer(Layout(tuple(changed)), rank, device)
+        self._arena = DoubleBuffer(Layout(tuple(changed)), rank, device, fused=fused)
 
     def fill(self, arrived: Shards) -> None:
         """Restore the floats of a shadow; those of the live version do not change."""

@@ -387,7 +387,7 @@ class WeightReceiver:
             layouts, wire = SyncLayouts.of(self.description, self.mesh), self.description["wire"]
             self._copies, target = layouts.plan.receives(self._rank), layouts.received
             if wire and self._restores:
-                self._restorer = Restorer(layouts.read, target, wire, self._rank, self._device)
+                self._restorer = Restorer(layouts.read, target, wire, self._rank, self._device, self._fused)
             self._arena = DoubleBuffer(target, self._rank, self._device, self._allocate, self._fused)
             self._checksums = Checksums(target, self._rank, self._add)
         return self._arena, self._checksums

@@ -222,6 +222,20 @@ def test_a_gpu_of_no_known_kind_has_fp8_if_its_compute_capability_does(
     assert (leaving.value.code == 0, "[no-precision]" in said.out + said.err) == (able, not able), said
 
 
+@pytest.mark.parametrize(("device", "status"), [("cuda", 2), ("cuda:1", 0)])
+def test_a_run_in_one_process_has_one_gpu(
+    device: str, status: int, here: None, monkeypatch: Patch, capsys: Output
+) -> None:
+    monkeypatch.setattr(children, "gpus", lambda: [SeenGpu("NVIDIA H100 80GB HBM3", 79.1, 9)] * 2)
+    with pytest.raises(SystemExit) as leaving:
+        main(["check", "aipo", "--in-process", "--device", device])
+    said = " ".join(capsys.readouterr().err.split())
+    assert (leaving.value.code, "ranks on cuda:0, cuda:1, needed one device for all: --device cuda:0" in said) == (
+        status,
+        status == 2,
+    ), said
+
+
 def test_check_says_what_is_given_and_needed_of_a_model_that_cannot_be_used(
     tmp_path: Path, here: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,6 +99,21 @@ def test_fused_tensors_lie_one_after_the_other_in_both_buffers() -> None:
     assert all(end <= begin for (_, end), (begin, _) in pairwise(sorted(spans)))
 
 
+@pytest.mark.parametrize("wire", ["", "bfloat16", "int8"])
+def test_fused_tensors_lie_one_after_the_other_whatever_the_wire(wire: str) -> None:
+    policy = Policy(large=10)
+    policy.tensors = {"q": torch.ones(4, 16), "bias": torch.ones(4), "k": torch.ones(2, 16)}
+    publisher = WeightPublisher(CHANNEL, policy, wire=wire)
+    receiver = WeightReceiver(CHANNEL, fused=[("q", "k")])
+    receiver.describe(publisher.description)
+    for version in range(2):  # one for each buffer
+        sync_in_process(publisher, receiver, version, publisher.publish(version))
+        receiver.swap(version)
+        found = receiver.weights.tensors
+        assert found["q"].dtype == torch.float32
+        assert found["k"].data_ptr() == found["q"].data_ptr() + found["q"].nbytes
+
+
 def test_the_wire_dtype_converts_floating_point_only() -> None:
     policy, publisher, receiver = sides(wire="bfloat16")
     sync(policy, publisher, receiver, 0)
