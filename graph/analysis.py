@@ -20,6 +20,7 @@ def feedback(graph: Graph) -> dict[str, dict[str, int]]:
     names = [argument.name for argument in graph.arguments] + [node.name for node in graph.nodes]
     flow: dict[str, dict[str, int]] = {name: {} for name in names}
     makers = {c.name: maker for c in graph.carried if (maker := graph.producer(c.name))}
+    takers = graph.takers()
     for node in graph.nodes:
         for item in node.inputs:
             # An input of the previous turn is no edge: two nodes that take turns would be a cycle.
@@ -30,9 +31,9 @@ def feedback(graph: Graph) -> dict[str, dict[str, int]]:
             continue
         for item in node.inputs:
             # An update changes a carried value in place, so it waits for all other readers of the old value.
-            maker = makers.get(item.ref.node, node.name)
-            if maker != node.name:
-                flow[node.name][maker] = 0
+            for taker in (makers.get(item.ref.node, node.name), *takers.get(item.ref, ())):
+                if taker != node.name:
+                    flow[node.name][taker] = 0
     for carried, maker in makers.items():
         flow[maker][carried] = 1
     return flow

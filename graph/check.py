@@ -196,26 +196,18 @@ def _carried(view: View) -> Iterator[Fault]:
 
 
 def _donations(view: View) -> Iterator[Fault]:
-    """An update changes a carried value in place, so only one node may be given a value to update."""
-    for carried in view.graph.carried:
-        takers = [n for n in view.graph.nodes if carried.name in _taken(view, n)]
-        for second in takers[1:]:
-            given = f"{carried.name!r}, which {takers[0].name} ({takers[0].where}) updates too"
-            needed = f"one update of a value; the second takes what {takers[0].name} returns"
+    """An update changes a value in place, so only one node may be given a value to update, and none the next value."""
+    nexts = {ref: name for name, ref in view.graph.results if ref.node in view.nodes}
+    for ref, (first, *others) in view.takers.items():
+        name = ref.node
+        for second in map(view.nodes.__getitem__, others):
+            given = f"{name!r}, which {first} ({view.nodes[first].where}) updates too"
+            needed = f"one update of a value; the second takes what {first} returns"
             yield Fault("updated-twice", f"{second.name} updates a value", given, needed, second.where)
-
-
-def _taken(view: View, node: Node) -> set[str]:
-    """The carried values that a node updates: those that it reads and makes the next value of. If it makes none, its
-    first input, where this is a changing value and the node makes something of that type."""
-    if node.clock != "update" or not node.fires:
-        return set()
-    reads = {i.ref.node for i in node.inputs}
-    made = {c for c, maker in view.makers.items() if maker == node.name}
-    if made or not node.inputs or not view.changing(node.inputs[0].ref):
-        return made & reads
-    first = view.arguments[node.inputs[0].ref.node]
-    return {first.name} if any(view.fits(o.type, first.type) for o in node.outputs) else set()
+        if ref in nexts:
+            given = f"{name!r}, which is the next {nexts[ref]!r}"
+            needed = f"what {first} returns as the next {nexts[ref]!r}"
+            yield Fault("updated-twice", f"{first} updates a value", given, needed, view.nodes[first].where)
 
 
 def _cycles(view: View) -> Iterator[Fault]:
@@ -226,9 +218,12 @@ def _cycles(view: View) -> Iterator[Fault]:
         maker = view.makers.get(item.ref.node)
         if maker is not None and node.clock == "group":
             reads.append((node, item, maker))
-        elif maker is not None and node.fires and node.name != maker:
-            # An update changes a value in place, so it waits for all other readers of the old value.
-            waits.append((node.name, maker))
+        elif node.fires:
+            # An update changes a value in place, so it waits for all other readers of the old value. Two that take one
+            # value are refused anyway (`_donations`).
+            takers = view.takers.get(item.ref, ())
+            changers = (maker, *takers) if len(takers) < 2 else (maker,)
+            waits += [(node.name, changer) for changer in changers if changer not in (None, node.name)]
     if not reads and _acyclic([*flow, *waits]):
         return
     import networkx as nx  # type: ignore[import-untyped]  # late: importing it takes longer than checking a graph

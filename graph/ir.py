@@ -257,6 +257,34 @@ class Graph:
         ref = dict(self.results).get(carried)
         return ref.node if ref is not None and ref.node in self._by_name else None
 
+    def takers(self) -> dict[Ref, tuple[str, ...]]:
+        """The per-update nodes that change a value in place, in program order, by what they are given: a carried value,
+        or that value as an earlier node of the same update has changed it.
+
+        A node takes the carried values that it reads and makes the next value of, or what an earlier node has made of
+        them. If it makes no next value, it takes its first input, where it makes something of that type.
+        """
+        bases = {name: {name, *more} for name, more in self.types}
+        nexts = {name: ref for name, ref in self.results if ref.node in self._by_name}
+        # By value that a node may take: the carried value that it is, or was.
+        states = {Ref(a.name): a for a in self.carried if a.name in nexts}
+        found: dict[Ref, list[str]] = {}
+        for node in self.nodes:
+            if node.clock != "update" or not node.fires:
+                continue
+            reads = list(dict.fromkeys(i.ref for i in node.inputs if not i.back and i.ref in states))
+            made = {name for name, ref in nexts.items() if ref.node == node.name}
+            taken = [ref for ref in reads if states[ref].name in made]
+            if not made and reads and node.inputs[0].ref == reads[0]:
+                kind = states[reads[0]].type
+                taken = [ref for ref in reads[:1] if any(kind in bases.get(o.type, {o.type}) for o in node.outputs)]
+            for ref in taken:
+                found.setdefault(ref, []).append(node.name)
+                kind = states[ref].type
+                outputs = [o.name for o in node.outputs if kind in bases.get(o.type, {o.type})]
+                states |= {Ref(node.name, name): states[ref] for name in outputs}
+        return {ref: tuple(names) for ref, names in found.items()}
+
     def pools(self) -> tuple[str, ...]:
         """Pool labels in program order."""
         labels = [a.pool for a in self.arguments] + [n.pool for n in self.nodes]

@@ -32,6 +32,8 @@ class View:
         # By carried value, the node that makes its next value.
         self.makers = {name: ref.node for name, ref in graph.results if ref.node in self.nodes}
 
+        self.takers = graph.takers()
+
     def inputs(self) -> Iterator[tuple[Node, Input]]:
         for node in self.graph.nodes:
             for item in node.inputs:

@@ -329,6 +329,11 @@ class Rollouts(Batchable):
         return super().concat(parts)
 
     @property
+    def groups(self) -> tuple[tuple[int, str], ...]:
+        """The prompt group of each row: its ordinal and its prompt, since rows of two sources may share an ordinal."""
+        return tuple(zip(self.ordinals, self.prompts, strict=True))
+
+    @property
     def sampled_N(self) -> Array:
         """Tokens of each response that a policy sampled, int64 [N], without those of an environment or a prefix."""
         return None if self.versions_NT is None else self.sampled_NT.sum(1)

@@ -66,20 +66,20 @@ def replay(
     """
     born_N = torch.full((len(rollouts),), buffer.update)
     fresh = widened(Past, rollouts, values_N=advantage.values_N, born_N=born_N)
-    past = list(dict.fromkeys(buffer.ordinals))
+    past = list(dict.fromkeys(buffer.groups))
     # Keyed by the update: a run that resumes draws the same groups.
     drawn = set(random.Random(Context(seed=buffer.key).key(buffer.update)).sample(past, min(take, len(past))))
-    chosen = [row for row, ordinal in enumerate(buffer.ordinals) if ordinal in drawn]
+    chosen = [row for row, group in enumerate(buffer.groups) if group in drawn]
     old = [buffer.past().take(chosen)] if chosen else []
     mixed = Past.concat([fresh, *old])
     ages = [float((buffer.update - each.born_N).float().mean()) for each in old]
     # Drawn groups may be drawn again, so the buffer keeps them.
     everything = Past.concat([buffer.past(), fresh]) if past else fresh
     # By groups and not by rows: a group is kept or dropped with all of its rows.
-    born = dict(zip(everything.ordinals, everything.born_N.tolist(), strict=True))
-    young = {ordinal for ordinal in list(born)[-capacity:] if born[ordinal] > buffer.update - max_age}
-    kept = everything.take([row for row, ordinal in enumerate(everything.ordinals) if ordinal in young])
-    figures = {"replayed": float(len(drawn)), "replayed_age": sum(ages), "buffered": float(len(set(kept.ordinals)))}
+    born = dict(zip(everything.groups, everything.born_N.tolist(), strict=True))
+    young = {group for group in list(born)[-capacity:] if born[group] > buffer.update - max_age}
+    kept = everything.take([row for row, group in enumerate(everything.groups) if group in young])
+    figures = {"replayed": float(len(drawn)), "replayed_age": sum(ages), "buffered": float(len(set(kept.groups)))}
     learnt = widened(Rollouts, mixed, replayed_N=mixed.born_N < buffer.update)
     worth = replace(advantage, values_N=mixed.values_N)
     return ReplayBuffer(**vars(kept), key=buffer.key, update=buffer.update + 1), (learnt, worth), figures

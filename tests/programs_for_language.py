@@ -120,6 +120,24 @@ def in_a_row(policy: FakePolicy, average: FakeAverage, prompts: FakePrompts, *, 
     return {"policy": learnt, "average": follow(average, learnt)}
 
 
+@node(pool="trainer", clock="update")
+def look(policy: FakePolicy) -> Metrics:
+    return {"sum": float(policy.values_W.double().sum())}
+
+
+@program
+def read_between(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> FakePolicy:
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag))
+    rewards = fake_score(rollouts)
+    once = fake_update(policy, rollouts, rewards)
+    twice = fake_update(once, rollouts, rewards)
+    # Written last: each still reads the value as it is given.
+    look.named("at_first")(policy)
+    look.named("between")(once)
+    look.named("at_last")(twice)
+    return twice
+
+
 # Nodes on other clocks and pools ---------------------------------------------------------------------------
 
 

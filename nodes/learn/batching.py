@@ -211,9 +211,10 @@ def pack(
         raise ValueError(f"pack: given an empty prompt in row {int(prompts_N.argmin())}, needed one token")
     # A prompt is whole even if its response has no token.
     lengths_N: Tensor = prompts_N + (rollouts.response_lengths_N.cpu() - 1).clamp(min=0)
-    units: dict[int, list[int]] = {}
+    names = rollouts.groups if whole_groups else range(len(rollouts))
+    units: dict[Hashable, list[int]] = {}
     for row in torch.argsort(lengths_N, descending=True, stable=True).tolist():
-        units.setdefault(rollouts.ordinals[row] if whole_groups else row, []).append(row)
+        units.setdefault(names[row], []).append(row)
     rows: _PaddedRows | _EndToEnd
     if end_to_end:
         rows = _EndToEnd(lengths_N, prompts_N, _prompt_numbers(rollouts, prompts_N), max_tokens, multiple)
@@ -433,20 +434,20 @@ def _segments(
 
 
 def optimizer_steps(
-    context: Context, version: int, ordinals: Sequence[int], epochs: int, minibatches: int, term: int = 0
+    context: Context, version: int, names: Sequence[Hashable], epochs: int, minibatches: int, term: int = 0
 ) -> list[tuple[int, list[int]]]:
     """(epoch, rows) of each optimizer step of an update, in order. The rows of a minibatch are in the order of the
     batch; prompt groups are assigned to minibatches by the run's seed, the version and the epoch.
 
-    `ordinals` names the prompt group of each row; rows may be in any order. The whole batch is cut, with the past
-    groups that a buffer has added. If the number of groups does not divide, some minibatches have one group more than
-    others; which ones is a function of the numbers. `term` is the number of the term of the loss: each cuts its own
-    rows. Terms after the first, 0, may have fewer groups than there are minibatches. Raises ValueError for a first term
-    without groups or with fewer groups than minibatches, and for less than one epoch.
+    `names` says the prompt group of each row (`Rollouts.groups`); rows may be in any order. The whole batch is cut,
+    with the past groups that a buffer has added. If the number of groups does not divide, some minibatches have one
+    group more than others; which ones is a function of the numbers. `term` is the number of the term of the loss: each
+    cuts its own rows. Terms after the first, 0, may have fewer groups than there are minibatches. Raises ValueError for
+    a first term without groups or with fewer groups than minibatches, and for less than one epoch.
     """
-    groups: dict[int, list[int]] = {}
-    for row, ordinal in enumerate(ordinals):
-        groups.setdefault(ordinal, []).append(row)
+    groups: dict[Hashable, list[int]] = {}
+    for row, name in enumerate(names):
+        groups.setdefault(name, []).append(row)
     if not (groups or term):
         needed = (
             "one to learn from: a node that takes rows of its groups (`rollouts.take`, `cut`) has taken none of any; "

@@ -49,7 +49,7 @@ def dpo_update(
     log π/π_ref (chosen) − log π/π_ref (rejected), in nats, and `preferred`, the share with a margin above 0.
     """
     learner = language_policy(policy)
-    best_G, worst_G, weight_G = best_and_worst(rewards.values_N.cpu(), group_rows(rollouts.ordinals))
+    best_G, worst_G, weight_G = best_and_worst(rewards.values_N.cpu(), group_rows(rollouts.groups))
     rows_N = torch.cat([best_G[weight_G > 0], worst_G[weight_G > 0]])
     pairs = len(rows_N) // 2
     items = learner.pack(rollouts.take(rows_N), options["micro_tokens"]) if pairs else []

@@ -317,7 +317,7 @@ class LossTerm:
         tokens, {} for rows without a sampled token. `last`: no rows of the same term follow before the step."""
         # Whole groups pack worse, so only for losses that read them.
         whole_groups = reads_groups(self.loss)
-        group_N = group_rows(self.rows.ordinals).to(lengths_N.device) if whole_groups else None
+        group_N = group_rows(self.rows.groups).to(lengths_N.device) if whole_groups else None
 
         def loss(model: Model, packed: Packed) -> tuple[Tensor, dict[str, Tensor]]:
             logprobs_P, entropy_P = forward(model, packed)
@@ -400,7 +400,7 @@ def descend(
     """
     rate = learner.rate(lr)
     shares = [
-        optimizer_steps(learner.context, learner.version, each.rows.ordinals, epochs, minibatches, number)
+        optimizer_steps(learner.context, learner.version, each.rows.groups, epochs, minibatches, number)
         for number, each in enumerate(terms)
     ]
     for each in terms:

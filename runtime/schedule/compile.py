@@ -12,7 +12,7 @@ from typing import Literal
 
 from penstock.graph.check import starving
 from penstock.graph.errors import GraphError
-from penstock.graph.ir import Graph, Node
+from penstock.graph.ir import Graph, Node, Ref
 from penstock.runtime.cluster.placement import Plan, Pool, Replica, why_no_turns
 
 
@@ -94,10 +94,11 @@ class NodeStep:
 
     groups: the per-group values that it reads. waits: the per-group values that a firing waits for; before two steps
     take turns, the inputs of both must be there. updates: the per-update values of the same update that it reads.
-    carried: changing carried values that it reads in place. after: the readers of the carried values that it replaces.
+    carried: changing carried values that it reads in place. after: the readers of the values that it changes in place
+    or replaces.
     weights: (channel, lag) of the lagged edges that it reads. fixed: the channels that it reads of values that never
     change. readers: the steps that read its output.
-    publishes: the channels of the carried values that it makes. private: its pool runs only per-group steps and sends
+    publishes: the channels of the carried values that it changes. private: its pool runs only per-group steps and sends
     no weights.
     every: it fires at each `every`th update. accumulate: it fires in parts, each on so many groups of the batch; 0:
     once on all of them, also where it takes turns with the generator on the same GPUs. filters: it may drop its group.
@@ -149,7 +150,8 @@ class Tables:
     when a per-group step is done. weight_readers: the steps that read a channel, each with its lag.
     lagged: whether some step reads changing weights, at most `max_lag` updates old. num_weighted: how many per-group
     steps do.
-    makers: the step that makes the next value of each changing carried value.
+    makers: the step that makes the next value of each changing carried value. donees: the first step of an update that
+    changes it in place, which is another one where updates follow each other.
     piece: how many groups an update takes at once; 0: its whole batch.
 
     Raises ValueError for what cannot work, as `check` does.
@@ -157,6 +159,8 @@ class Tables:
 
     def __init__(self, graph: Graph, plan: Plan) -> None:
         self.makers = {c.name: maker for c in graph.carried if (maker := graph.producer(c.name))}
+        takers = graph.takers()
+        self.donees = {carried: takers.get(Ref(carried), (maker,))[0] for carried, maker in self.makers.items()}
         _check_plan(graph, plan, self.makers)
         self.replicas = {r.name: r for r in plan.replicas}
         self.pool_of = {r.name: p.name for p in plan.pools for r in p.replicas}
@@ -290,12 +294,14 @@ def _steps(
         n.name: list(dict.fromkeys(i.ref.node for i in n.inputs if not i.back and i.ref.node != partners[n.name]))
         for n in nodes
     }
+    takers = graph.takers()
     steps: dict[str, NodeStep] = {}
     for node in nodes:
         partner, reads = partners[node.name], own[node.name]
         begun_by = dict.fromkeys((*reads, *(own[partner] if partner and not node.answers else ())))
         changing = tuple(r for r in reads if r in makers)
         made = tuple(c for c, maker in makers.items() if maker == node.name)
+        taken = {*map(Ref, made), *(ref for ref, names in takers.items() if node.name in names)}
         lagged = dict.fromkeys(edges.get(node.name, []))
         readers = tuple(n.name for n in _readers_of(nodes, node.name) if n.name != partner)
         # Such a step only measures: it makes no next value, and no other node reads it.
@@ -311,11 +317,13 @@ def _steps(
             waits=tuple(r for r in begun_by if per_update.get(r) is False),
             updates=tuple(r for r in reads if per_update.get(r)),
             carried=changing,
-            after=tuple(dict.fromkeys(n.name for c in made for n in _readers_of(nodes, c) if n is not node)),
+            after=tuple(
+                n.name for n in nodes if n is not node and any(i.ref in taken and not i.back for i in n.inputs)
+            ),
             weights=tuple(e for e in lagged if channels[e[0]].carried in makers),
             fixed=tuple(channel for channel, _ in lagged if channels[channel].carried not in makers),
             readers=readers,
-            publishes=tuple(c.name for c in channels.values() if c.carried in made),
+            publishes=tuple(c.name for c in channels.values() if Ref(c.carried) in taken),
             private=pools[node.name] not in shared,
             every=node.every,
             accumulate=0 if turns else node.accumulate,

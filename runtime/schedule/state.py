@@ -444,8 +444,10 @@ class State:
         return self.rules.batch // step.accumulate if step.accumulate else 1
 
     def donates(self, carried: str, version: int) -> bool:
-        """True if the firing is in work that reuses this version's memory for the next one."""
-        return self.finishing(self.tables.makers[carried], version)
+        """True if this version's memory is reused for the next one, from the first firing that does so to the last."""
+        first, last = self.tables.donees[carried], self.tables.makers[carried]
+        begun = first in self.done and last not in self.done and version == self.update
+        return begun or self.finishing(first, version) or self.finishing(last, version)
 
     def finishing(self, name: str, update: int) -> bool:
         """True if the last part of a per-update step is in work for `update`."""

@@ -266,6 +266,33 @@ def updated_twice(policy: Policy, prompts: Prompts) -> Any:
 
 
 @program
+def next_value_updated(policy: Policy, prompts: Prompts) -> Any:
+    rollouts, rewards = sampled(prompts, policy)
+    fresh = learn(policy, rollouts, rewards)
+    # updated-twice: learn_2 updates a value given 'learn', which is the next 'policy' needed what learn_2 returns
+    watch.per_update(learn(fresh, rollouts, rewards), rollouts)
+    return fresh
+
+
+@program
+def step_updated_twice(policy: Policy, prompts: Prompts) -> Any:
+    rollouts, rewards = sampled(prompts, policy)
+    first = learn(policy, rollouts, rewards)
+    # updated-twice: learn_3 updates a value given 'learn', which learn_2 ( … the second takes what learn_2 returns
+    return merge(learn(first, rollouts, rewards), learn(first, rollouts, rewards))
+
+
+@program
+def step_and_its_next(policy: Policy, prompts: Prompts) -> Any:
+    rollouts, rewards = sampled(prompts, policy)
+    first = learn(policy, rollouts, rewards)
+    # update-cycle: learn_2 waits for itself … learn_2 → compare → learn_2
+    second = learn(first, rollouts, rewards)
+    compare(first, second)
+    return second
+
+
+@program
 def one_for_two(policy: Policy, twin: Policy, prompts: Prompts) -> Any:
     rollouts, rewards = sampled(prompts, policy)
     norm(twin)

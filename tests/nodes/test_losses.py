@@ -669,6 +669,17 @@ def test_a_loss_that_reads_groups_sees_them_whole_whatever_the_packing(loss: Any
     assert figures["loss"] == pytest.approx(total.item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("micro_tokens", [1, 1000])
+def test_prompts_of_two_sources_are_two_groups_though_both_have_one_ordinal(micro_tokens: int) -> None:
+    learner, other, (rollouts, advantage) = policy(), policy(), batch()
+    joined = replace(rollouts, ordinals=(7,) * 5, prompts=tuple("ab"[number - 7] for number in GROUPED))
+    apart = replace(rollouts, ordinals=GROUPED, prompts=("a",) * 5)
+    options = {"loss": listwise, "minibatches": 2, "micro_tokens": micro_tokens}
+    assert policy_update.fn(learner, joined, advantage, **options)[1]["optimizer_steps"] == 2
+    policy_update.fn(other, apart, advantage, **options)
+    assert equal(learner, other)
+
+
 def spread(logprobs_P: Tensor, sampled: Sampled, *, base: Any) -> Tensor:
     """Return the loss of a response at each of its tokens, so that their mean is the response's loss."""
     found: Tensor = base(logprobs_P, sampled) * sampled.lengths_P

@@ -2,17 +2,18 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
 
-from penstock.graph.ir import Firing, Graph, Node
+from penstock.graph.ir import Firing, Graph, Node, Output
 from penstock.runtime.schedule.compile import Rules
 from penstock.runtime.schedule.events import Abort, Checkpoint, Commit, Copied, Done, Finish, Fire, Free, Publish, Save
 from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.scheduler import Scheduler
 
-from .graphs import aipo, broadcast, call, graph, keep, place
+from .graphs import POLICY, aipo, broadcast, call, graph, keep, place
 from .world import Setting, World, world
 
 
@@ -222,6 +223,25 @@ def test_a_version_is_copied_aside_under_any_part_but_the_one_that_donates_it() 
         found = run.step(next(event for event in run.pending if late[0] in str(event)))
         assert [c.version for c in found if isinstance(c, Publish)] == [2][part:]
         run.end()
+
+
+def test_no_version_is_copied_aside_between_two_updates_that_follow_each_other() -> None:
+    """As above; late weights arrive when the first update is over, and a reader of what it returned is at work."""
+    base = aipo(lag=3)
+    nodes = (
+        *base.nodes[:-1],
+        replace(base["update"], outputs=(Output("out", POLICY),)),
+        call("learn", ["update", "generate", "advantage"], "trainer", "update"),
+        call("look", ["update"], "trainer", "update"),
+    )
+    made = graph("chained", {"policy": "learn"}, ["prompts"], nodes)
+    run = World(Setting(made, place(made, capacity={"trainer": 2, "generator": 16}), Rules(batch=2, end=6)))
+    run.until(lambda c: isinstance(c, Publish) and c.version == 1)
+    late = ["Arrived(channel='policy>generator', version=1"]
+    run.until(lambda c: isinstance(c, Fire) and c.firing == Firing("look", 2), but=late)
+    found = run.step(next(event for event in run.pending if late[0] in str(event)))
+    assert not [c for c in found if isinstance(c, Publish)]
+    run.end()
 
 
 def test_a_part_that_fails_ends_the_run() -> None:
