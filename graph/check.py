@@ -12,11 +12,10 @@ from typing import Any
 from penstock.graph.context import Context
 from penstock.graph.errors import Fault
 from penstock.graph.imports import imported, path_of, short
-from penstock.graph.ir import PRECISIONS, Graph, Input, Node, Ref
+from penstock.graph.ir import ANY, PRECISIONS, Graph, Input, Node, Ref
 from penstock.graph.node import NodeDef
 from penstock.graph.protocols import Source
 from penstock.graph.requires import View, calls
-from penstock.graph.trace import ANY
 from penstock.graph.types import Model
 
 
@@ -200,13 +199,14 @@ def _donations(view: View) -> Iterator[Fault]:
     nexts = {ref: name for name, ref in view.graph.results if ref.node in view.nodes}
     for ref, (first, *others) in view.takers.items():
         name = ref.node
+        way_out = f", or {name!r} after its first input if it changes nothing" if name in view.nodes else ""
         for second in map(view.nodes.__getitem__, others):
             given = f"{name!r}, which {first} ({view.nodes[first].where}) updates too"
-            needed = f"one update of a value; the second takes what {first} returns"
+            needed = f"one update of a value; the second takes what {first} returns{way_out}"
             yield Fault("updated-twice", f"{second.name} updates a value", given, needed, second.where)
         if ref in nexts:
             given = f"{name!r}, which is the next {nexts[ref]!r}"
-            needed = f"what {first} returns as the next {nexts[ref]!r}"
+            needed = f"what {first} returns as the next {nexts[ref]!r}{way_out}"
             yield Fault("updated-twice", f"{first} updates a value", given, needed, view.nodes[first].where)
 
 

@@ -13,9 +13,9 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
 
 from penstock.graph.errors import Fault, GraphError, caller, fault, nearest
 from penstock.graph.imports import encode
-from penstock.graph.ir import Input, Output, Ref
+from penstock.graph.ir import ANY, Input, Output, Ref
 from penstock.graph.node import NodeDef
-from penstock.graph.trace import ANY, Handle, recording
+from penstock.graph.trace import Handle, recording
 from penstock.graph.types import Replies, Rollouts, Weights
 
 # Optional inputs of the speaking node: its own output and the answering node's, both of the previous turn.

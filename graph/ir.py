@@ -19,6 +19,8 @@ from penstock.graph.errors import Fault, GraphError
 Json = Any
 Clock = Literal["group", "update"]
 Construct = Literal["call", "keep", "broadcast", "delay"]
+# The type of a value of which only its use can show what it is.
+ANY = "typing:Any"
 # Formats of eight bits, with a scale for each row of a matrix, that a generator may compute in.
 PRECISIONS = ("int8", "fp8")
 
@@ -261,29 +263,48 @@ class Graph:
         """The per-update nodes that change a value in place, in program order, by what they are given: a carried value,
         or that value as an earlier node of the same update has changed it.
 
-        A node takes the carried values that it reads and makes the next value of, or what an earlier node has made of
-        them. If it makes no next value, it takes its first input, where it makes something of that type.
+        The node that makes a carried value's next value takes that value, or what an earlier node has made of it; so
+        does this one in turn. Any other node takes its first input, where it makes something of that type.
         """
         bases = {name: {name, *more} for name, more in self.types}
-        nexts = {name: ref for name, ref in self.results if ref.node in self._by_name}
-        # By value that a node may take: the carried value that it is, or was.
-        states = {Ref(a.name): a for a in self.carried if a.name in nexts}
+        makers = {a: maker for a in self.carried if (maker := self.producer(a.name)) is not None}
+        # By value that a node may take: the type of the carried value that it is, or was.
+        states: dict[Ref, str] = {}
         found: dict[Ref, list[str]] = {}
-        for node in self.nodes:
+
+        def fits(ref: Ref, needed: str) -> bool:
+            given = self.type_of(ref)
+            return ANY in (given, needed) or needed in bases.get(given, {given})
+
+        def follow(node: Node, carried: Argument) -> bool:
+            """Note what `node` takes on the way from a carried value to its next one; False if it is not on the way."""
             if node.clock != "update" or not node.fires:
-                continue
-            reads = list(dict.fromkeys(i.ref for i in node.inputs if not i.back and i.ref in states))
-            made = {name for name, ref in nexts.items() if ref.node == node.name}
-            taken = [ref for ref in reads if states[ref].name in made]
-            if not made and reads and node.inputs[0].ref == reads[0]:
-                kind = states[reads[0]].type
-                taken = [ref for ref in reads[:1] if any(kind in bases.get(o.type, {o.type}) for o in node.outputs)]
+                return False
+            refs = list(dict.fromkeys(i.ref for i in node.inputs if not i.back))
+            taken = [ref for ref in refs if ref == Ref(carried.name)] or [
+                ref for ref in refs if ref.node in self and fits(ref, carried.type) and follow(self[ref.node], carried)
+            ]
             for ref in taken:
-                found.setdefault(ref, []).append(node.name)
-                kind = states[ref].type
-                outputs = [o.name for o in node.outputs if kind in bases.get(o.type, {o.type})]
-                states |= {Ref(node.name, name): states[ref] for name in outputs}
-        return {ref: tuple(names) for ref, names in found.items()}
+                states[ref] = carried.type
+                if node.name not in found.setdefault(ref, []):
+                    found[ref].append(node.name)
+            return bool(taken)
+
+        for carried, maker in makers.items():
+            states[Ref(carried.name)] = carried.type
+            if follow(self[maker], carried):
+                states[dict(self.results)[carried.name]] = carried.type
+        done = {name for names in found.values() for name in names} | set(makers.values())
+        for node in self.nodes:
+            if node.clock != "update" or not node.fires or node.name in done or not node.inputs:
+                continue
+            first = node.inputs[0].ref
+            made = [ref for o in node.outputs if first in states and fits(ref := Ref(node.name, o.name), states[first])]
+            if made:
+                found.setdefault(first, []).append(node.name)
+                states |= dict.fromkeys(made, states[first])
+        place = {node.name: number for number, node in enumerate(self.nodes)}
+        return {ref: tuple(sorted(names, key=place.__getitem__)) for ref, names in found.items()}
 
     def pools(self) -> tuple[str, ...]:
         """Pool labels in program order."""

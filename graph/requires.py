@@ -12,10 +12,9 @@ from penstock.graph.context import Context
 from penstock.graph.errors import Fault, GraphError, defined
 from penstock.graph.imports import imported, load, names_function, path_of, short
 from penstock.graph.interface import mistyped
-from penstock.graph.ir import Argument, Graph, Input, Json, Node, Ref
+from penstock.graph.ir import ANY, Argument, Graph, Input, Json, Node, Ref
 from penstock.graph.node import NodeDef
 from penstock.graph.protocols import Source
-from penstock.graph.trace import ANY
 from penstock.graph.types import Prefixes, Rollouts
 
 

@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from penstock.graph.errors import Fault, GraphError, caller, fault, nearest
 from penstock.graph.imports import encode, path_of, require_no_function, short
 from penstock.graph.interface import REQUIRED
-from penstock.graph.ir import Argument, Construct, Graph, Input, Json, Node, Output, Ref
+from penstock.graph.ir import ANY, Argument, Construct, Graph, Input, Json, Node, Output, Ref
 from penstock.graph.types import Policy, Weights
 
 if TYPE_CHECKING:
     from penstock.graph.node import NodeDef
     from penstock.graph.program import Program
-
-
-ANY = "typing:Any"
 
 
 class Handle:

@@ -138,6 +138,30 @@ def read_between(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> F
     return twice
 
 
+@node(pool="trainer", clock="update")
+def raise_both(one: FakePolicy, other: FakePolicy) -> tuple[FakePolicy, FakePolicy]:
+    for policy in (one, other):
+        policy.values_W = policy.values_W + 1.0
+    return one, other
+
+
+@node(pool="trainer", clock="update")
+def raise_later(rewards: Rewards, policy: FakePolicy) -> FakePolicy:
+    policy.values_W = policy.values_W + 1.0
+    return policy
+
+
+@program
+def read_between_of_two(policy: FakePolicy, twin: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> dict[str, Any]:
+    rewards = fake_score(fake_generate(prompts, broadcast(policy, lag=lag)))
+    once, other = raise_both(policy, twin)
+    twice = raise_later(rewards, once)
+    look.named("at_first")(policy)
+    look.named("between")(once)
+    look.named("at_last")(twice)
+    return {"policy": twice, "twin": other}
+
+
 # Nodes on other clocks and pools ---------------------------------------------------------------------------
 
 

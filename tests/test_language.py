@@ -337,11 +337,12 @@ def test_updates_in_a_row_make_one_version(tmp_path: Path, lag: int, processes: 
     assert [row["policy_version"] for row in found] == list(range(1, UPDATES + 1))
 
 
+@pytest.mark.parametrize("name", ["read_between", "read_between_of_two"])
 @pytest.mark.parametrize(("lag", "processes"), [(0, False), (2, False), pytest.param(1, True, marks=pytest.mark.slow)])
 def test_each_node_reads_the_value_that_it_is_given_of_updates_in_a_row(
-    tmp_path: Path, lag: int, processes: bool
+    tmp_path: Path, lag: int, processes: bool, name: str
 ) -> None:
-    found = rows(run(tmp_path, "read_between", processes=processes, lag=lag))
+    found = rows(run(tmp_path, name, processes=processes, lag=lag))
     first, between, last = ([row[f"{place}.sum"] for row in found] for place in ("at_first", "between", "at_last"))
     assert (first[0], first[1:]) == (pytest.approx(64.0), last[:-1])
     assert all(len({*values}) == 3 for values in zip(first, between, last, strict=True))

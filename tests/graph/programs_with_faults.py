@@ -269,7 +269,7 @@ def updated_twice(policy: Policy, prompts: Prompts) -> Any:
 def next_value_updated(policy: Policy, prompts: Prompts) -> Any:
     rollouts, rewards = sampled(prompts, policy)
     fresh = learn(policy, rollouts, rewards)
-    # updated-twice: learn_2 updates a value given 'learn', which is the next 'policy' needed what learn_2 returns
+    # updated-twice: learn_2 updates a value given 'learn', which is the next 'policy' needed what learn_2 returns as
     watch.per_update(learn(fresh, rollouts, rewards), rollouts)
     return fresh
 
@@ -278,7 +278,7 @@ def next_value_updated(policy: Policy, prompts: Prompts) -> Any:
 def step_updated_twice(policy: Policy, prompts: Prompts) -> Any:
     rollouts, rewards = sampled(prompts, policy)
     first = learn(policy, rollouts, rewards)
-    # updated-twice: learn_3 updates a value given 'learn', which learn_2 ( … the second takes what learn_2 returns
+    # updated-twice: learn_3 updates a value given 'learn', which learn_2 ( … learn_2 returns, or 'learn' after
     return merge(learn(first, rollouts, rewards), learn(first, rollouts, rewards))
 
 
