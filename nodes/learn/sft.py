@@ -58,7 +58,8 @@ def rollouts_of(
     `tokenizer` is that of the policy that learns from them: `language_model(policy).tokenizer` in a node that reads the
     policy, `run_spec(context).tokenizer` (`nodes.open_model`) in the `init` of a node with state. Each response ends
     with `tokenizer.end`. Rows of one prompt group have the same text and the same of `ordinals`; without ordinals, each
-    row is a group of its own. Raises ValueError for a row of more than `limit` tokens, and for lists of different lengths.
+    row is a group of its own. Raises ValueError for a row of more than `limit` tokens, and for lists of different
+    lengths.
     """
     for name, each in (("responses", responses), ("ordinals", ordinals), ("answers", answers)):
         if each is not None and len(each) != len(texts):
