@@ -271,6 +271,8 @@ class Graph:
         # By value that a node may take: the type of the carried value that it is, or was.
         states: dict[Ref, str] = {}
         found: dict[Ref, list[str]] = {}
+        # Paths may double at each node, so each is followed once.
+        followed: dict[tuple[str, str], bool] = {}
 
         def fits(ref: Ref, needed: str) -> bool:
             given = self.type_of(ref)
@@ -278,8 +280,8 @@ class Graph:
 
         def follow(node: Node, carried: Argument) -> bool:
             """Note what `node` takes on the way from a carried value to its next one; False if it is not on the way."""
-            if node.clock != "update" or not node.fires:
-                return False
+            if (node.name, carried.name) in followed or node.clock != "update" or not node.fires:
+                return followed.get((node.name, carried.name), False)
             refs = list(dict.fromkeys(i.ref for i in node.inputs if not i.back))
             taken = [ref for ref in refs if ref == Ref(carried.name)] or [
                 ref for ref in refs if ref.node in self and fits(ref, carried.type) and follow(self[ref.node], carried)
@@ -288,6 +290,7 @@ class Graph:
                 states[ref] = carried.type
                 if node.name not in found.setdefault(ref, []):
                     found[ref].append(node.name)
+            followed[node.name, carried.name] = bool(taken)
             return bool(taken)
 
         for carried, maker in makers.items():
