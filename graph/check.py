@@ -199,14 +199,14 @@ def _donations(view: View) -> Iterator[Fault]:
     nexts = {ref: name for name, ref in view.graph.results if ref.node in view.nodes}
     for ref, (first, *others) in view.takers.items():
         name = ref.node
-        way_out = f", or {name!r} after its first input if it changes nothing" if name in view.nodes else ""
+        alternative = f", or {name!r} after its first input if it changes nothing" if name in view.nodes else ""
         for second in map(view.nodes.__getitem__, others):
             given = f"{name!r}, which {first} ({view.nodes[first].where}) updates too"
-            needed = f"one update of a value; the second takes what {first} returns{way_out}"
+            needed = f"one update of a value; the second takes what {first} returns{alternative}"
             yield Fault("updated-twice", f"{second.name} updates a value", given, needed, second.where)
         if ref in nexts:
             given = f"{name!r}, which is the next {nexts[ref]!r}"
-            needed = f"what {first} returns as the next {nexts[ref]!r}{way_out}"
+            needed = f"what {first} returns as the next {nexts[ref]!r}{alternative}"
             yield Fault("updated-twice", f"{first} updates a value", given, needed, view.nodes[first].where)
 
 
