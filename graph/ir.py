@@ -246,6 +246,11 @@ class Graph:
             return next(output.type for output in node.outputs if output.name == ref.output)
         return next(argument.type for argument in self.arguments if argument.name == ref.node)
 
+    def fits(self, given: str, needed: str) -> bool:
+        """True if a value of the type `given` is accepted where `needed` is. By name: a process that only looks at a
+        graph may not be able to import the classes."""
+        return given == needed or ANY in (given, needed) or needed in dict(self.types).get(given, ())
+
     @property
     def carried(self) -> tuple[Argument, ...]:
         return tuple(a for a in self.arguments if a.kind == "carried")
@@ -266,7 +271,6 @@ class Graph:
         The node that makes a carried value's next value takes that value, or what an earlier node has made of it; so
         does this one in turn. Any other node takes its first input, where it makes something of that type.
         """
-        bases = {name: {name, *more} for name, more in self.types}
         makers = {a: maker for a in self.carried if (maker := self.producer(a.name)) is not None}
         # By value that a node may take: the type of the carried value that it is, or was.
         states: dict[Ref, str] = {}
@@ -274,17 +278,15 @@ class Graph:
         # Paths may double at each node, so each is followed once.
         followed: dict[tuple[str, str], bool] = {}
 
-        def fits(ref: Ref, needed: str) -> bool:
-            given = self.type_of(ref)
-            return ANY in (given, needed) or needed in bases.get(given, {given})
-
         def follow(node: Node, carried: Argument) -> bool:
             """Note what `node` takes on the way from a carried value to its next one; False if it is not on the way."""
             if (node.name, carried.name) in followed or node.clock != "update" or not node.fires:
                 return followed.get((node.name, carried.name), False)
             refs = list(dict.fromkeys(i.ref for i in node.inputs if not i.back))
             taken = [ref for ref in refs if ref == Ref(carried.name)] or [
-                ref for ref in refs if ref.node in self and fits(ref, carried.type) and follow(self[ref.node], carried)
+                ref
+                for ref in refs
+                if ref.node in self and self.fits(self.type_of(ref), carried.type) and follow(self[ref.node], carried)
             ]
             for ref in taken:
                 states[ref] = carried.type
@@ -302,7 +304,9 @@ class Graph:
             if node.clock != "update" or not node.fires or node.name in done or not node.inputs:
                 continue
             first = node.inputs[0].ref
-            made = [ref for o in node.outputs if first in states and fits(ref := Ref(node.name, o.name), states[first])]
+            made = [
+                Ref(node.name, o.name) for o in node.outputs if first in states and self.fits(o.type, states[first])
+            ]
             if made:
                 found.setdefault(first, []).append(node.name)
                 states |= dict.fromkeys(made, states[first])

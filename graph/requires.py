@@ -42,8 +42,7 @@ class View:
         return [node for node, item in self.inputs() if item.ref.node == name]
 
     def fits(self, given: str, needed: str) -> bool:
-        # By name: a process that only looks at a graph may not be able to import the classes.
-        return ANY in (given, needed) or needed in self.bases.get(given, {given})
+        return self.graph.fits(given, needed)
 
     def changing(self, ref: Ref) -> bool:
         """True if it names a carried value that updates change."""

@@ -150,8 +150,8 @@ class Tables:
     when a per-group step is done. weight_readers: the steps that read a channel, each with its lag.
     lagged: whether some step reads changing weights, at most `max_lag` updates old. num_weighted: how many per-group
     steps do.
-    makers: the step that makes the next value of each changing carried value. donees: the first step of an update that
-    changes it in place, which is another one where updates follow each other.
+    makers: the step that makes the next value of each changing carried value. first_takers: the first step of an
+    update that changes it in place, which is another one where updates follow each other.
     piece: how many groups an update takes at once; 0: its whole batch.
 
     Raises ValueError for what cannot work, as `check` does.
@@ -160,13 +160,13 @@ class Tables:
     def __init__(self, graph: Graph, plan: Plan) -> None:
         self.makers = {c.name: maker for c in graph.carried if (maker := graph.producer(c.name))}
         takers = graph.takers()
-        self.donees = {carried: takers.get(Ref(carried), (maker,))[0] for carried, maker in self.makers.items()}
+        self.first_takers = {carried: takers.get(Ref(carried), (maker,))[0] for carried, maker in self.makers.items()}
         _check_plan(graph, plan, self.makers)
         self.replicas = {r.name: r for r in plan.replicas}
         self.pool_of = {r.name: p.name for p in plan.pools for r in p.replicas}
         self.by_pool = {p.name: p.replicas for p in plan.pools}
         self.channels, edges = _channels(graph, plan)
-        self.steps = _steps(graph, plan, self.makers, self.channels, edges)
+        self.steps = _steps(graph, plan, self.makers, takers, self.channels, edges)
         steps = self.steps.values()
         try:
             TopologicalSorter({s.name: {*s.updates, *s.after} for s in steps if s.per_update}).prepare()
@@ -275,7 +275,12 @@ def _channels(graph: Graph, plan: Plan) -> tuple[dict[str, Channel], Edges]:
 
 
 def _steps(
-    graph: Graph, plan: Plan, makers: dict[str, str], channels: dict[str, Channel], edges: Edges
+    graph: Graph,
+    plan: Plan,
+    makers: Mapping[str, str],
+    takers: Mapping[Ref, Sequence[str]],
+    channels: Mapping[str, Channel],
+    edges: Edges,
 ) -> dict[str, NodeStep]:
     sources = [Node(s.name, "source", (), ()) for s in graph.sources]
     nodes = [*sources, *(n for n in graph.nodes if n.fires)]
@@ -294,7 +299,6 @@ def _steps(
         n.name: list(dict.fromkeys(i.ref.node for i in n.inputs if not i.back and i.ref.node != partners[n.name]))
         for n in nodes
     }
-    takers = graph.takers()
     steps: dict[str, NodeStep] = {}
     for node in nodes:
         partner, reads = partners[node.name], own[node.name]

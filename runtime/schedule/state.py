@@ -445,7 +445,7 @@ class State:
 
     def donates(self, carried: str, version: int) -> bool:
         """True if this version's memory is reused for the next one, from the first firing that does so to the last."""
-        first, last = self.tables.donees[carried], self.tables.makers[carried]
+        first, last = self.tables.first_takers[carried], self.tables.makers[carried]
         begun = first in self.done and last not in self.done and version == self.update
         return begun or self.finishing(first, version) or self.finishing(last, version)
 
