@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from penstock.graph import load
+from penstock.graph import GraphError, load
 from penstock.graph.context import Context
 from penstock.graph.hub import unreachable
 from penstock.host import install_command
@@ -216,7 +216,12 @@ class Table(NamedTuple):
 
 
 def _mapped(rows: Iterable[DataRow], path: str) -> Iterator[DataRow]:
-    function = load(path)
+    if not path.endswith(".py") and ":" not in path:
+        raise DataError(f"--row: given {path!r}, needed MODULE:NAME or FILE.py:NAME")
+    try:
+        function = load(path)
+    except GraphError as error:
+        raise DataError(f"--row: given {error.faults[0].given}, needed {error.faults[0].needed}") from None
     for row in rows:
         try:
             fields = function(dict(row.fields))

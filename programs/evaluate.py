@@ -10,12 +10,12 @@ from penstock.nodes.generate import generate
 from penstock.nodes.score import accuracy, math_answer, score
 
 
-@program
+@program(defaults={"updates": 1, "batch": 500})
 def evaluate(policy: Policy, prompts: Prompts) -> Policy:
     """Greedy accuracy on the problems of --data; as an evaluation, on held-out ones.
 
-    Each gets one response. The problems of --data are those that a program trains on: a tenth is held out for its
-    evaluation. An update measures the next --batch of them; the metric is `accuracy`.
+    On --batch of them, or on all if there are fewer; each gets one response. The metric is `accuracy`. A further update
+    measures the next ones.
     """
     behaviour = broadcast(policy)
     rollouts = generate(prompts, behaviour, samples=1, temperature=0.0)

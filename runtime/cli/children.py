@@ -148,7 +148,11 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
         made = list(graphs.values())
         if verb in ("check", "run"):
             faults += unread_flags(program, made, flags, typed)
+            # Rows that are kept from a program for no measurement would be lost to it.
+            if flags.held_out is None and not is_made(flags.data) and not measures(made):
+                flags = dataclasses.replace(flags, held_out=0)
         faults += adapter_lacks(made, flags)
+        faults += precision_unused(made, flags)
         if verb == "check":
             faults += clashes(program, "run").values()
         here = verb in ("check", "run") and flags.on not in ELSEWHERE
@@ -254,11 +258,13 @@ def _tried(graphs: Sequence[Graph], flags: RunOptions) -> tuple[list[Fault], dic
     for name, source in sources.items():
         if isinstance(source, Pinned) and source.data:
             pins["eval_data" if name.startswith(EVALUATION) and flags.eval_data else "data"] = source.data
-    measured = [source for name, source in sources.items() if name.startswith(EVALUATION)]
-    sizes = [source.size if isinstance(source, Finite) else 0 for source in measured]
-    # No more groups than problems: else some problems would count more than others.
-    if sizes and all(sizes):
-        pins["eval_groups"] = min(flags.eval_groups, max(sizes))
+    # Where something is measured, no more groups than problems: else some problems would count more than others.
+    for graph in graphs[1:] or [graph for graph in graphs if not graph.takers()]:
+        option = "eval_groups" if graphs[1:] else "batch"
+        read = [sources.get(argument.name) for argument in graph.sources]
+        sizes = [source.size if isinstance(source, Finite) else 0 for source in read]
+        if sizes and all(sizes):
+            pins[option] = min(getattr(flags, option), max(sizes))
     return faults, pins
 
 
@@ -306,8 +312,7 @@ def unread_flags(
     """Faults for the flags that the user has typed and that nothing in a run reads: those of evaluation where none is
     made and no node or maker may read held-out problems by itself, those of data where all sources make theirs, and the
     limit of another engine without one."""
-    nodes = [node for graph in graphs for node in graph.nodes]
-    definitions = [made for node in nodes if isinstance(made := imported(node.op), NodeDef)]
+    definitions = _definitions(graphs)
     # A user's function that gets the context may read any flag with it.
     readers = [made.path for made in definitions if made.init or made.interface.context]
     readers += [argument.maker for graph in graphs for argument in graph.arguments]
@@ -323,15 +328,30 @@ def unread_flags(
         )
     if of_user or any(made.evaluates for made in definitions):
         unread = {name: said for name, said in unread.items() if name == "eval_groups"}
-    options = [dict(node.options) for node in nodes]
+    options = [dict(node.options) for graph in graphs for node in graph.nodes]
     engines = {each["engine"] or flags.engine for each in options if "engine" in each}
     if not of_user and engines <= {OUR_ENGINE}:
         unread["mismatch_limit"] = ("without another engine to compare", "none, or --engine vllm")
     return [
         Fault("unmet-rule", f"--{name.replace('_', '-')}", f"{value} {why}", needed, program.where)
         for name, (why, needed) in unread.items()
-        if name in typed and (value := getattr(flags, name)) and str(value).partition(":")[0] not in MADE
+        if name in typed and (value := getattr(flags, name)) and not is_made(str(value))
     ]
+
+
+def _definitions(graphs: Sequence[Graph]) -> list[NodeDef[..., Any]]:
+    nodes = [node for graph in graphs for node in graph.nodes]
+    return [made for node in nodes if isinstance(made := imported(node.op), NodeDef)]
+
+
+def measures(graphs: Sequence[Graph]) -> bool:
+    """True if accuracy is measured on held-out problems: by an evaluation, or by a node."""
+    return len(graphs) > 1 or any(made.evaluates for made in _definitions(graphs))
+
+
+def is_made(data: str) -> bool:
+    """True if `data` names no rows, but problems that are made as needed."""
+    return data.partition(":")[0] in ("", *MADE)
 
 
 def adapter_lacks(graphs: Sequence[Graph], flags: Any) -> Iterator[Fault]:
@@ -344,6 +364,14 @@ def adapter_lacks(graphs: Sequence[Graph], flags: Any) -> Iterator[Fault]:
     for name, value in given.items() if graphs else ():
         lack = f"{as_typed(value)} and {graphs[0].name}, of which no value has adapters"
         yield Fault("unmet-requirement", f"--{name.replace('_', '-')}", lack, "a program with a policy that learns")
+
+
+def precision_unused(graphs: Sequence[Graph], flags: Any) -> Iterator[Fault]:
+    """A fault for --generator-precision where no node computes in such a format."""
+    precision = getattr(flags, "generator_precision", "")
+    if graphs and precision and not any(node.precision for graph in graphs for node in graph.nodes):
+        lack = f"{precision} and {graphs[0].name}, of which no node computes in it"
+        yield Fault("unmet-requirement", "--generator-precision", lack, "a program that generates with a model")
 
 
 def in_precision(graph: Graph, precision: str, trained: Graph | None = None) -> Graph:

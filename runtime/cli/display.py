@@ -274,7 +274,8 @@ FIGURES: tuple[Wanted, ...] = (
     ("mismatch", "mismatch", figure),
     ("sync", "sync_s", lambda value: "-" if value is None else f"{1e3 * value:.3g} ms"),
 )
-PLAIN: tuple[Wanted, ...] = (("reward", "reward_mean", figure), *FIGURES[:2])
+ACCURACY: Wanted = ("accuracy", "accuracy", percent)
+PLAIN: tuple[Wanted, ...] = (("reward", "reward_mean", figure), ACCURACY, *FIGURES[:2])
 
 
 class Display(AbstractContextManager["Display"]):
@@ -452,6 +453,8 @@ def _learning(seen: Progress, width: int) -> Table:
         accuracy = Text.assemble(("accuracy ", "dim"), percent(before), " → ", (percent(after), "bold green"))
     elif before is not None:
         accuracy = Text.assemble(("accuracy before ", "dim"), percent(before))
+    elif "accuracy" in seen.row:
+        accuracy = Text.assemble(("accuracy ", "dim"), (_shown(seen.row, "accuracy", percent), "bold green"))
     table = _grid(1, {}, {"width": 6}, {"ratio": 1}, {"justify": "right"})
     table.add_row(Text(name, style="dim"), Text(reward, style="bold"), spark, accuracy)
     return table

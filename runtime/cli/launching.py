@@ -346,6 +346,7 @@ def _made(folder: RunFolder, seconds: float) -> dict[str, Any]:
         "last_failure": raised,
         "wall_s": round(seconds, 3),
         "reward_mean": last.get("reward_mean"),
+        **({"accuracy": last["accuracy"]} if "accuracy" in last else {}),
         "dropped_frames": {},
         "warnings": [],
         "error": "",
@@ -357,10 +358,13 @@ def _made(folder: RunFolder, seconds: float) -> dict[str, Any]:
 def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: str = "", command: str = "") -> str:
     """The summary for people. `updates` is the number asked for. `report` says where the page is, `command` how to go
     on if it is not by `penstock resume` alone."""
-    before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
     rows = [("status", str(summary["status"]))]
-    if before is not None or after is not None:
-        rows.append(("accuracy", f"{percent(before)} → {percent(after)}"))
+    # Of a program that has changed nothing, or that measures by itself, there is one figure.
+    ends = ["accuracy_before", "accuracy_after"] if summary.get("updates") else ["accuracy_before"]
+    for figures in (ends, ["accuracy"]):
+        if any(summary.get(name) is not None for name in figures):
+            rows.append(("accuracy", " → ".join(percent(summary.get(name)) for name in figures)))
+            break
     counts = [(summary.get("fates", {}).get(outcome), outcome) for outcome in ("dropped", "failed")]
     counts.append((again := summary.get("retried"), f"firing{'s' * (again != 1)} tried again"))
     lost = "".join(f", {count} {what}" for count, what in counts if count)

@@ -406,6 +406,7 @@ class RunRecorder:
             "not_finite": self.not_finite,
             "wall_s": round(now - self.began, 3),
             "reward_mean": self.row.get("reward_mean"),
+            **({"accuracy": self.row["accuracy"]} if "accuracy" in self.row else {}),
             "measured": self.rows.pending,
             "dropped_frames": dict(self.dropped_frames),
             "warnings": self.warnings,

@@ -72,6 +72,8 @@ class Summary(TypedDict):
     """all metrics of the evaluation `before` and `after`, as columns of rows"""
     reward_mean: NotRequired[Number]
     """that of the last row of `metrics.jsonl`"""
+    accuracy: NotRequired[Number]
+    """that of a program that measures itself, as `evaluate`"""
     updates: NotRequired[Count]
     """updates that are done, of all lives of the run"""
     groups: NotRequired[Count]

@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 
 from penstock import programs
 from penstock.graph import Graph, Program, check, load, trace
+from penstock.runtime.record.metrics import read_rows
+from tests.pages import SMALL, run
 
 NAMES = tuple(module.name for module in pkgutil.iter_modules(programs.__path__))
 
@@ -65,6 +68,16 @@ def test_a_program_that_learns_is_evaluated_on_the_same_policy(name: str) -> Non
     assert [a.name for a in traced.arguments] == ["policy", "evaluate.prompts"]
     assert traced.producer("policy") is None
     assert not check(traced)
+
+
+def test_what_is_only_measured_is_measured_once_and_no_copy_of_the_model_is_written(tmp_path: Path) -> None:
+    flags = replace(SMALL, updates=1)
+    measured = run(program("evaluate"), tmp_path / "measured", flags)
+    (row,) = read_rows(tmp_path / "measured" / "metrics.jsonl")
+    assert (measured["status"], measured["accuracy"], row["groups"]) == ("done", row["accuracy"], flags.batch)
+    assert not list((tmp_path / "measured" / "checkpoints").glob("*"))
+    begun = run(program("aipo"), tmp_path / "begun", replace(flags, updates=0))
+    assert (begun["status"], begun["accuracy_before"], begun["accuracy_after"]) == ("done", 0.0, None)
 
 
 def test_grpo_with_a_penalty_holds_a_frozen_reference_in_a_pool_of_its_own() -> None:

@@ -121,6 +121,14 @@ def test_what_a_program_does_not_have_is_not_shown() -> None:
     assert "tokens/s" not in drawn
 
 
+def test_a_program_that_measures_shows_its_accuracy() -> None:
+    measured = row(0)
+    measured["row"]["accuracy"] = 0.375
+    written: list[str] = []
+    PlainDisplay(Progress("evaluate", 1), written.append, now=lambda: 0.0).tell(measured)
+    assert all("accuracy 37.5 %" in drawn for drawn in (written[-1], "\n".join(text(progress(measured)))))
+
+
 def test_one_failure_is_no_plural() -> None:
     lost = {"failed": 1, "retried": 1, "raised": ""}
     assert progress(status(0, lost=lost)).failures == "1 group failed, 1 firing tried again"

@@ -126,6 +126,12 @@ def test_the_summary_reads_well() -> None:
         "time       31.2 s",
         "folder     runs/aipo-1",
     ]
+    for change, said in (
+        ({"accuracy_after": None}, "accuracy   38.2 % → -"),
+        ({"accuracy_after": None, "updates": 0}, "accuracy   38.2 %"),
+        ({"accuracy_before": None, "accuracy_after": None, "accuracy": 0.5}, "accuracy   50.0 %"),
+    ):
+        assert said in summary_text(SUMMARY | change, 60, "runs/aipo-1").splitlines()
     lost = {"fates": {"consumed": 8, "dropped": 3, "failed": 2}, "retried": 5, "not_finite": {"loss": {}, "kl": {}}}
     shown = summary_text(SUMMARY | lost, 60, "runs/aipo-1").splitlines()
     assert "updates    60 of 60, 1920 prompt groups, 3 dropped, 2 failed, 5 firings tried again" in shown

@@ -300,6 +300,31 @@ def test_accuracy_is_measured_on_each_problem_once(
     assert answer("run", "aipo", ["--model", "new", *words.split()])["flags"]["eval_groups"] == groups
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "held_out", "batch"),
+    [
+        ("evaluate", "--data d.jsonl", 0, 40),
+        ("evaluate", "--data d.jsonl --batch 7", 0, 7),
+        ("evaluate", "--data d.jsonl --held-out 3", 3, 37),
+        ("evaluate", "--data arithmetic", None, 500),
+        ("watched.py:measured", "--data d.jsonl", None, 32),
+        ("aipo", "--data d.jsonl", None, 32),
+        ("aipo", "--data d.jsonl --eval-groups 0", 0, 32),
+        ("reward_model", "--data pairs.jsonl", 0, 4),
+    ],
+)
+def test_rows_are_held_out_only_where_something_is_measured_on_them(
+    name: str, words: str, held_out: int | None, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("watched.py").write_text(WATCHED)
+    for file, fields in (("d", ', "answer": "1"'), ("pairs", ', "chosen": "1", "rejected": "2"')):
+        of_prompt = '"prompt"' if file == "pairs" else '"question"'
+        Path(f"{file}.jsonl").write_text("\n".join(f'{{{of_prompt}: "{n}+1="{fields}}}' for n in range(40)))
+    flags = answer("run", name, ["--model", "new", *words.split()])["flags"]
+    assert (flags["held_out"], flags["batch"]) == (held_out, batch)
+
+
 WATCHED = """
 from penstock.graph import Policy, Prompts, broadcast, program
 from penstock.nodes.evaluate import measure
