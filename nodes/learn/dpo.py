@@ -46,10 +46,15 @@ def dpo_update(
 
     DPO (Rafailov et al. 2023, arXiv 2305.18290), equation 7 and the gradient below it. Prompts whose rewards are all
     equal make no pair. Metrics: `pairs`, their number; and if there are any, `loss`, `margin`, the mean of
-    log π/π_ref (chosen) − log π/π_ref (rejected), in nats, and `preferred`, the share with a margin above 0.
+    log π/π_ref (chosen) − log π/π_ref (rejected), in nats, and `preferred`, the share with a margin above 0. Raises
+    ValueError if no prompt has two responses.
     """
     learner = language_policy(policy)
-    best_G, worst_G, weight_G = best_and_worst(rewards.values_N.cpu(), group_rows(rollouts.groups))
+    group_N = group_rows(rollouts.groups)
+    if len(group_N) and len(group_N.unique()) == len(group_N):
+        needed = "2 or more to one of them: the best and the worst make a pair"
+        raise ValueError(f"dpo_update: given {len(group_N)} responses to as many prompts, needed {needed}")
+    best_G, worst_G, weight_G = best_and_worst(rewards.values_N.cpu(), group_N)
     rows_N = torch.cat([best_G[weight_G > 0], worst_G[weight_G > 0]])
     pairs = len(rows_N) // 2
     items = learner.pack(rollouts.take(rows_N), options["micro_tokens"]) if pairs else []

@@ -912,6 +912,15 @@ def test_without_a_preference_no_weight_moves_and_the_version_goes_on() -> None:
     assert all(torch.equal(w, before[name]) for name, w in learner.weights().items())
 
 
+def test_responses_of_which_no_two_have_the_same_prompt_are_refused() -> None:
+    """Else nothing would ever be learnt, and only the metric `pairs` would say so."""
+    rollouts, reference = dpo_batch()
+    first_N = torch.tensor([rollouts.groups.index(group) for group in dict.fromkeys(rollouts.groups)])
+    alone = rollouts.take(first_N), REWARDS.take(first_N), reference.take(first_N)
+    with pytest.raises(ValueError, match=f"given {len(first_N)} responses to as many prompts, needed 2 or more"):
+        dpo_update.fn(policy(), *alone)
+
+
 def test_the_chosen_becomes_likelier_against_the_rejected() -> None:
     learner, (rollouts, _) = policy(), dpo_batch()
     reference = policy_logprobs.fn(learner, rollouts)
