@@ -53,6 +53,13 @@ def model_folder(given: str, *, weights: bool = True) -> str:
         raise HubError(f"given the model {given!r}, which is no directory here; needed {needed}: {why}") from error
 
 
+def model_name(folder: Path) -> str:
+    """What messages call the model of a directory: the directory's name, or in the Hub's cache that of its repository,
+    `Qwen3-0.6B`."""
+    snapshot = _SNAPSHOT.fullmatch(str(folder.absolute()))
+    return snapshot[2] if snapshot else folder.absolute().name
+
+
 def at_revision(name: str, revision: object) -> str:
     """The name of a model at a revision, as adapters name their base. A directory has no revisions: it stays as it is,
     and so does a name without one. Raises HubError for a revision that is no text."""

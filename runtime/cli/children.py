@@ -57,7 +57,6 @@ from penstock.runtime.control.signals import (
 )
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.record.typed_json import parse_json
 
 # The form of makers' errors about missing requirements.
 LACK = re.compile(r"(?P<place>.*?: )??given (?P<given>.+?)[,;] needed (?P<needed>.+)", re.DOTALL)
@@ -193,24 +192,22 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def model_refusal(graphs: Sequence[Graph], model: str) -> Fault | None:
-    """Why no run of these graphs can have the model of a directory, by its `config.json`. None for a name, whose file
-    may have to be downloaded first, and for a file that cannot be read, which the parent reports."""
-    # As `read_shape` does: the names come first, and for adapters their base counts.
-    from penstock.runtime.plan.model_shape import SHAPES
+    """Why no run of these graphs can have a model, by its `config.json`. None for a shape, and for a file that cannot
+    be read or had, which the parent reports."""
+    from penstock.runtime.plan.model_shape import SHAPES, ShapeError, model_config
 
     makers = [opened(argument.maker) for graph in graphs for argument in graph.carried]
     readers = [maker.config for maker in makers if maker is not None and maker.base and maker.config is not None]
-    if model in SHAPES or not Path(model).exists() or not readers:
+    if not model or model in SHAPES or not readers:
         return None
     try:
-        path = Path(model)
-        if (adapters := path / "adapter_config.json").is_file():
-            path = Path(parse_json(adapters.read_bytes(), model)["base_model_name_or_path"])
-        data = parse_json((path / "config.json" if path.is_dir() else path).read_bytes(), model)
-    except (OSError, ValueError, TypeError, LookupError):
+        _, data, _ = model_config(model)
+    except ShapeError:
+        return None
+    if not isinstance(data, dict):
         return None
     try:
-        for reader in readers if isinstance(data, dict) else ():
+        for reader in readers:
             reader(data)
     except ValueError as error:
         lack = LACK.fullmatch(str(error))

@@ -15,7 +15,7 @@ from typing import Annotated, Self
 
 from pydantic import Field
 
-from penstock.graph.hub import HubError, at_revision, model_folder
+from penstock.graph.hub import HubError, at_revision, model_folder, model_name
 from penstock.graph.protocols import Axes, stage_of_layer
 from penstock.runtime.cluster.cluster import nearest
 from penstock.runtime.record.typed_json import parse_json
@@ -262,6 +262,15 @@ def read_shape(given: str) -> Shape:
     adapters, the shape of their base with the adapters. Raises ShapeError."""
     if given in SHAPES:
         return SHAPES[given]
+    file, data, adapters = model_config(given)
+    name = model_name(file.parent) if file.name == "config.json" else file.stem
+    shape = shape_of(data, name, str(file))
+    return shape if adapters is None else shape.with_lora(*adapters)
+
+
+def model_config(given: str) -> tuple[Path, object, tuple[int, tuple[str, ...]] | None]:
+    """The `config.json` of a model, as for `read_shape`, and its content. For a directory of adapters: those of their
+    base, with the adapters' rank and the names of the matrices that have some, () for all. Raises ShapeError."""
     try:
         path = Path(model_folder(given, weights=False))
     except HubError as error:
@@ -272,7 +281,7 @@ def read_shape(given: str) -> Shape:
             base = at_revision(str(said["base_model_name_or_path"]), said.get("revision"))
             targets = said["target_modules"]
             named = () if targets == "all-linear" else {str(name).rpartition(".")[2] for name in targets}
-            return read_shape(base).with_lora(int(said["r"]), tuple(named))
+            return *model_config(base)[:2], (int(said["r"]), tuple(named))
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ShapeError(f"{adapters}: {error}; needed what peft writes") from error
     file = path / "config.json" if path.is_dir() else path
@@ -280,10 +289,9 @@ def read_shape(given: str) -> Shape:
         needed = f"a model directory with a config.json, or a shape; {nearest(given, SHAPES)}"
         raise ShapeError(f"--model: given {given!r}, needed {needed}")
     try:
-        data = parse_json(file.read_bytes(), str(file))
+        return file, parse_json(file.read_bytes(), str(file)), None
     except (OSError, ValueError) as error:
         raise ShapeError(f"{file}: not JSON: {error}") from error
-    return shape_of(data, path.stem if path.suffix else path.name, str(file))
 
 
 def shape_of(data: object, name: str, where: str = "config.json") -> Shape:

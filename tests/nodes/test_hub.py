@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.graph import load, trace
 from penstock.graph.hub import HubError, model_folder
 from penstock.nodes.model import CausalLM, ModelError, load_model, read_config
 from penstock.nodes.model.hf import read_adapters
 from penstock.nodes.open_model import directory_spec
 from penstock.nodes.policy import make_policy
+from penstock.runtime.cli.children import model_refusal
 from penstock.runtime.cli.flags import RunFlags
 from penstock.runtime.cli.run import absolute_paths
 from penstock.runtime.plan.model_shape import ShapeError, read_shape
@@ -51,10 +53,23 @@ def test_a_name_is_the_model_of_its_directory(name: str, tmp_path: Path) -> None
         assert torch.equal(head, needed.bfloat16())
         assert read_config(given) == directory_spec(given).config == CONFIG
         assert directory_spec(given).tokenizer.encode("1+2") == TOKENIZER.encode("1+2")
-        assert read_shape(given).hidden == CONFIG.hidden_size
+        shape = read_shape(given)
+        assert (shape.hidden, shape.name) == (CONFIG.hidden_size, "tiny-model_1.5")
     learner = make_policy(replace(CONTEXT, model=name, lora=2))
     export(learner, tmp_path / "adapters")
     assert load_model(CausalLM, tmp_path / "adapters").lora is not None
+
+
+def test_a_plan_asks_the_settings_of_a_name_and_of_the_base_that_adapters_name(name: str, tmp_path: Path) -> None:
+    export(make_policy(replace(CONTEXT, model=name, lora=2)), tmp_path / "adapters")
+    graph = trace(load("aipo"), {})
+    assert model_refusal([graph], name) is None
+    file = Path(model_folder(name)) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "attention_dropout": 0.1}))
+    for given in (name, str(tmp_path / "adapters")):
+        fault = model_refusal([graph], given)
+        assert fault is not None
+        assert (fault.code, "attention_dropout" in fault.given) == ("model-kind", True)
 
 
 def test_a_run_keeps_the_commit_which_another_host_finds_in_a_cache_of_its_own(name: str, tmp_path: Path) -> None:
