@@ -482,7 +482,7 @@ class Controller:
             return ()
         if replica in self.elastic and not any(
             holder == replica and readers[name]
-            for _, made, readers, *_ in self.cut.cut["groups"]
+            for _, made, readers in self.cut.cut["groups"]
             for name, holder in made.items()
         ):
             return ()

@@ -228,7 +228,7 @@ class Rows:
         def written(metrics: Metrics) -> dict[str, Any]:
             return {n: [plain(x), x.count] if isinstance(x, Mean) else plain(x) for n, x in metrics.items()}
 
-        made = {ordinal: nodes for ordinal, nodes, *_ in cut["groups"]}
+        made = {ordinal: nodes for ordinal, nodes, _ in cut["groups"]}
         groups = [
             [ordinal, node, turn, written(metrics)]
             for ordinal, parts in self.groups.items()

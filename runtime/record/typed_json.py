@@ -163,6 +163,13 @@ class NoteLine(TypedDict):
     text: Text
 
 
+class Reading(TypedDict):
+    """What a group keeps that has read weights, in order "ready" (`schedule.state.GroupState`)."""
+
+    place: Count
+    deadlines: dict[str, Count]
+
+
 class Cut(TypedDict):
     """A scheduler's state in a checkpoint, as `schedule.transitions.save` makes it."""
 
@@ -173,6 +180,7 @@ class Cut(TypedDict):
     fates: dict[Literal["consumed", "dropped", "failed"], Count]
     retried: NotRequired[Count]
     groups: list[tuple[Count, dict[str, str], dict[str, Count]]]
+    reading: NotRequired[dict[str, Reading]]
     trailing: NotRequired[dict[str, Count]]
 
 

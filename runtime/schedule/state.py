@@ -192,33 +192,34 @@ class Ledger:
             "fates": dict(self.outcomes),
             # Left out while 0: in a replay it must equal the states that versions wrote which did not count retries.
             **({"retried": self.retried} if self.retried else {}),
-            "groups": [_group_to_json(group) for group in self.groups.values()],
+            "groups": [
+                [group.ordinal, {}, {}] if group.again else [group.ordinal, dict(group.made), dict(group.readers)]
+                for group in self.groups.values()  # a group that begins again has no outputs
+            ],
+            **({"reading": reading} if (reading := self._reading()) else {}),
         }
+
+    def _reading(self) -> dict[str, dict[str, Any]]:
+        """By ordinal, what a resume needs of the groups that have read weights, in order "ready". Firings in work are
+        left out: they begin again."""
+        found = {}
+        for group in self.groups.values():
+            made = {name: last for name, last in group.deadlines.items() if name in group.made and not group.again}
+            if made:
+                found[str(group.ordinal)] = {"place": group.place, "deadlines": made}
+        return found
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """The inverse of `to_json`, on a new ledger."""
         self.earlier, self.next = saved["earlier"], saved["next"]
         self.lost, self.outcomes = list(saved["lost"]), dict(saved["fates"])
         self.retried = saved.get("retried", 0)
-        for ordinal, made, readers, *read in saved["groups"]:
-            group = self.groups[ordinal] = GroupState(ordinal, dict(made), dict(readers))
-            if read:
-                group.place, group.deadlines = read[0]["place"], dict(read[0]["deadlines"])
+        for ordinal, made, readers in saved["groups"]:
+            self.groups[ordinal] = GroupState(ordinal, dict(made), dict(readers))
+        for name, read in saved.get("reading", {}).items():
+            group = self.groups[int(name)]
+            group.place, group.deadlines = read["place"], dict(read["deadlines"])
         self._walked = self.first
-
-
-def _group_to_json(group: GroupState) -> list[Any]:
-    """A pending group as JSON. The outputs of a group that begins again are left out."""
-    if group.again:
-        return [group.ordinal, {}, {}]
-    return [group.ordinal, dict(group.made), dict(group.readers), *_deadlines(group)]
-
-
-def _deadlines(group: GroupState) -> list[dict[str, Any]]:
-    """What a resume needs of a group that has read weights, in order "ready". Firings in work are left out: they begin
-    again."""
-    made = {name: last for name, last in group.deadlines.items() if name in group.made}
-    return [{"place": group.place, "deadlines": made}] if made else []
 
 
 class UnawaitedError(ValueError):

@@ -539,7 +539,7 @@ def _work_in(state: State, saved: Mapping[str, Any]) -> Any:
     # Sources are read again, so a group that was only opened or read does not count.
     made = {
         ordinal: {n: r for n, r in made.items() if not state.tables.steps[n].source}
-        for ordinal, made, *_ in saved["groups"]
+        for ordinal, made, _ in saved["groups"]
     }
     return saved["update"], saved["fates"], saved.get("trailing", {}), {g: names for g, names in made.items() if names}
 
@@ -556,11 +556,15 @@ def drained(state: State) -> bool:
 
 def restore(state: State, saved: Mapping[str, Any]) -> None:
     """Continue from the state in a `Commit`. Raises ValueError for the state of another graph or plan."""
-    for ordinal, made, readers, *_ in saved["groups"]:
+    for ordinal, made, readers in saved["groups"]:
         odd = {*made, *readers} - state.tables.steps.keys() | set(made.values()) - state.tables.replicas.keys()
         if odd or made.keys() != readers.keys() or ordinal >= saved["next"]:
             told = f"group {ordinal} of {saved['next']}, made by {made} and read {readers} times"
             raise ValueError(f"checkpoint: given {told}")
+    pending = {str(ordinal): made for ordinal, made, _ in saved["groups"]}
+    for name, read in saved.get("reading", {}).items():
+        if not read["deadlines"].keys() <= pending.get(name, {}).keys():
+            raise ValueError(f"checkpoint: given deadlines of group {name}, {read}, needed those of values that it has")
     if odd := saved.get("trailing", {}).keys() - state.tables.steps.keys():
         raise ValueError(f"checkpoint: given {', '.join(sorted(odd))}, which the graph does not have")
     state.ledger.restore(saved)

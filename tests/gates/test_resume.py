@@ -19,6 +19,7 @@ from penstock.runtime.record.checkpoints import SavedCheckpoint, latest_checkpoi
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.event_log import LogError, read_log
 from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.typed_json import Cut, require_shape
 from penstock.runtime.schedule.events import Done, Saved
 from penstock.runtime.schedule.replay import ReplayError
 
@@ -135,6 +136,19 @@ def test_a_model_with_its_optimizer_goes_on_exactly(tmp_path: Path, lag: int) ->
     assert [line["update"] for line in map(json.loads, told.splitlines())] == list(range(8))
     assert summary(parted)["fates"] == summary(whole)["fates"] == {"consumed": 16, "dropped": 0, "failed": 0}
     replayed(parted)
+
+
+def test_a_run_whose_updates_take_what_is_ready_goes_on(tmp_path: Path) -> None:
+    """Its checkpoint has groups with the deadlines that their weights have set."""
+    flags = model_flags(updates=4, max_tokens=4, order="ready")
+    folder = make_run(tmp_path / "r", f"{FAULTS}digits", {"lag": 2, "samples": 4}, flags)
+    assert status_here(folder, partial(interrupt_at, 0))[0] == "stopped"
+    saved = last_checkpoint(folder)
+    require_shape(saved.cut, Cut, "the cut")
+    assert saved.cut["reading"]
+    run_here(folder)
+    assert_all_consumed(folder, 4 * flags.batch)
+    replayed(folder)
 
 
 @pytest.mark.parametrize("lag", [0, 1])

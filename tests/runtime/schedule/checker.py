@@ -14,6 +14,7 @@ from math import gcd
 
 from penstock.graph.ir import Firing, Graph
 from penstock.runtime.cluster.placement import Plan, Replica
+from penstock.runtime.record.typed_json import Cut, require_shape
 from penstock.runtime.schedule.compile import Rules
 from penstock.runtime.schedule.events import (
     Abort,
@@ -922,10 +923,11 @@ class Checker:
     def _commit(self, command: Commit) -> None:
         cut, told = self.cut, json.loads(command.state)
         assert cut is not None
+        require_shape(told, Cut, "the cut")  # as a resume requires it
         self._true(not any(type(key).__name__ == "Saved" for key in self.awaited), 4, "a part is not written yet")
         made = {g: dict(m) for g, m in cut.made.items() if cut.fates.get(g) == "pending"}
         # An opened group may have no values yet if the pool of its source is lost.
-        opened = {g: m for g, m, *_ in told["groups"] if m or g in made}
+        opened = {g: m for g, m, _ in told["groups"] if m or g in made}
         agrees = told["update"] == command.update == cut.update and opened == made
         counts = {fate: list(cut.fates.values()).count(fate) for fate in ("consumed", "dropped", "failed")}
         self._true(agrees and told["fates"] == counts, 4, f"the cut says {told}, known {cut}")
