@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.graph import node, requires
 from penstock.graph.requires import Call
 from penstock.graph.types import Advantages, Mean, Metrics, Prefixes, Rewards, Rollouts, TokenAdvantages
-from penstock.nodes.learn.batching import group_rows, sampled_mask
+from penstock.nodes.learn.batching import group_rows, of_its_rows, sampled_mask
 from penstock.nodes.learn.losses import segment_lengths, segment_max, segment_mean
 
 
@@ -108,7 +108,7 @@ def named_rows(call: Call) -> None:
         raise call.lack(given, needed, input="rewards", code="missing-rollouts")
 
 
-@requires(several_samples, named_rows)
+@requires(of_its_rows, several_samples, named_rows)
 @node(pool="scorer")
 def group_advantage(
     rewards: Rewards, rollouts: Rollouts | None = None, *, normalize: bool = False, by: By | None = None
@@ -127,7 +127,7 @@ def group_advantage(
     return Advantages(make(values_N, _groups(values_N, rollouts, by)) if len(values_N) else values_N)
 
 
-@requires(several_samples, named_rows)
+@requires(of_its_rows, several_samples, named_rows)
 @node(pool="scorer")
 def leave_one_out_advantage(rewards: Rewards, rollouts: Rollouts | None = None, *, by: By | None = None) -> Advantages:
     """A = r − mean of the rewards of the same prompt's other samples (RLOO, arXiv 2402.14740).
@@ -139,7 +139,7 @@ def leave_one_out_advantage(rewards: Rewards, rollouts: Rollouts | None = None, 
     return Advantages(rloo_advantages(values_N, _groups(values_N, rollouts, by)) if len(values_N) else values_N)
 
 
-@requires(several_samples)
+@requires(of_its_rows, several_samples)
 @node(pool="scorer")
 def vine_advantage(
     rewards: Rewards, rollouts: Rollouts, prefixes: Prefixes, vines: Rollouts, outcomes: Rewards
@@ -189,6 +189,7 @@ def greedy_advantage(rewards: Rewards, greedy: Rewards) -> Advantages:
     return Advantages(values_N - torch.as_tensor(greedy.values_N))
 
 
+@requires(of_its_rows)
 @node(pool="scorer", clock="update")
 def batch_normalized(advantage: Advantages, rollouts: Rollouts | None = None) -> Advantages:
     """(A − mean) / population deviation over the responses of a whole batch. All are 0 if they do not differ.

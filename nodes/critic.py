@@ -31,7 +31,7 @@ from penstock.graph.types import (
     Values,
 )
 from penstock.nodes.advantage import whiten
-from penstock.nodes.learn.batching import behaviour_logprobs, check_shape, sampled_mask
+from penstock.nodes.learn.batching import behaviour_logprobs, check_shape, of_its_rows, sampled_mask
 from penstock.nodes.learn.losses import Sampled, segment_lengths
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
 from penstock.nodes.learn.update import LossTerm, Scored, descend, penalty
@@ -123,7 +123,7 @@ def critic_values(critic: Critic, rollouts: Rollouts, *, micro_tokens: int | Non
     return Values(model.score_tokens(rollouts, micro_tokens, packed_values))
 
 
-@requires(penalty, not_negative("kl"), share("gamma", "lam"))
+@requires(of_its_rows, penalty, not_negative("kl"), share("gamma", "lam"))
 @node(pool="critic", clock="update")
 def gae(
     rewards: Rewards,
@@ -140,8 +140,8 @@ def gae(
 
     The reward comes at a response's last sampled token. With a `reference`, each token's reward is reduced by
     `kl` · (log μ − log π_ref) (InstructGPT, arXiv 2203.02155, equation 2). `whitened` advantages have mean 0 and
-    deviation 1 over the batch. Raises ValueError for values or rewards of another shape than the rollouts', and for
-    rollouts without μ if there is a `reference`.
+    deviation 1 over the batch. Raises ValueError for numbers of another shape than the rollouts', and for rollouts
+    without μ if there is a `reference`.
     """
     check_shape("gae: given values", values.values_NT.shape, rollouts, each="token")
     check_shape("gae: given rewards", rewards.values_N.shape, rollouts, each="response")
@@ -150,6 +150,7 @@ def gae(
     rewards_P = terminal_rewards(rewards.values_N, sequence_P)
     # In the reward and not in the loss: the cost of a token counts for the tokens before it, too.
     if reference is not None:
+        check_shape("gae: given reference", reference.logprobs_NT.shape, rollouts, each="token")
         behaviour_NT = behaviour_logprobs(rollouts, "gae, with a reference")
         rewards_P = rewards_P - kl * (behaviour_NT[place] - reference.logprobs_NT[place])
     values_P = values.values_NT[place]
@@ -167,7 +168,7 @@ def gae(
 
 
 @reads_tokens
-@requires(bound("clip"))
+@requires(of_its_rows, bound("clip"))
 @node(pool="critic", clock="update")
 @update_options()
 def critic_update(

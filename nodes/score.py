@@ -23,6 +23,7 @@ from penstock.graph.types import Mean, Metrics, NodeWarning, Rewards, Rollouts
 from penstock.nodes import symbolic_math
 from penstock.nodes.data import FilePrompts
 from penstock.nodes.data_files import FINAL
+from penstock.nodes.learn.batching import of_its_rows
 from penstock.nodes.option_checks import count, ordered
 
 # (prompt, response, reference answer) → reward.
@@ -396,7 +397,7 @@ def buffer_fits(call: Call) -> None:
         raise call.lack(repr(buffer), f"at most {said}{longest}, where the buffer ends", "buffer", code="out-of-range")
 
 
-@requires(count(1, "max_length", "buffer"), buffer_fits)
+@requires(of_its_rows, count(1, "max_length", "buffer"), buffer_fits)
 @node(pool="scorer")
 def penalize_overlong(
     rewards: Rewards,

@@ -99,6 +99,23 @@ def of_others(policy: Policy, prompts: Prompts) -> Policy:
 
 
 @program
+def paired_and_expected_of_others(
+    policy: Policy, critic: Critic, reference: Reference, prompts: Prompts
+) -> dict[str, object]:
+    weights = broadcast(policy, lag=1)
+    own, others = (generate(prompts, weights, samples=2) for _ in range(2))
+    rewards, known = score(own, by=math_answer), reference_logprobs(reference, own)
+    # unmet-requirement: gae: input 'reference' given numbers for responses of generate_2 … those of generate
+    advantage, returns = gae(rewards, critic_values(critic, own), own, reference_logprobs(reference, others))
+    # unmet-requirement: critic_update: input 'values' given numbers for responses of generate_2 … those of generate
+    expects = critic_update(critic, own, critic_values(critic, others), returns)
+    first = policy_update(policy, own, advantage, loss=aipo)
+    # unmet-requirement: dpo_update: input 'rewards' given numbers for responses of generate_2 … those of generate
+    learnt = dpo_update(first, own, score(others, by=math_answer), known)
+    return {"policy": learnt, "critic": expects, "reference": reference}
+
+
+@program
 def twins(policy: Policy, prompts: Prompts) -> Policy:
     rollouts, advantage = compared(policy, prompts)
     again = [term(rollouts, advantage, loss=aipo), term(rollouts, loss=partial(ppo, clip_low=0.1))]

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from penstock.graph.context import Context
 from penstock.graph.deferred import shape_of
+from penstock.graph.requires import Call
 from penstock.graph.types import Rollouts
 from penstock.nodes.learn.losses import NEEDED
 
@@ -169,6 +170,17 @@ def behaviour_logprobs(rollouts: Rollouts, asker: str) -> Tensor:
         raise ValueError(f"{asker}: given rollouts without log μ (logprobs_NT is None), needed {NEEDED['behaviour']}")
     logprobs_NT: Tensor = rollouts.logprobs_NT
     return logprobs_NT
+
+
+def of_its_rows(call: Call) -> None:
+    """Requirement of a node that reads rollouts beside inputs with a number for each row or token: these come from the
+    same responses."""
+    own = call.origins("rollouts")
+    for name in ("rewards", "values", "returns", "advantage", "reference", "proximal"):
+        # Only if they have nothing in common: a node of the user's may join others to them.
+        if own and (of := call.origins(name)) and own.isdisjoint(of):
+            given, needed = (" and ".join(sorted(names)) for names in (of, own))
+            raise call.lack(f"numbers for responses of {given}", f"numbers for those of {needed}", input=name)
 
 
 def check_shape(given: str, shape: Sequence[int], rollouts: Rollouts, *, each: Literal["token", "response"]) -> None:

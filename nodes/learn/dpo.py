@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.graph import node, requires
 from penstock.graph.requires import Call
 from penstock.graph.types import AnyPolicy, Logprobs, Metrics, Rewards, Rollouts
-from penstock.nodes.learn.batching import group_rows
+from penstock.nodes.learn.batching import check_shape, group_rows, of_its_rows
 from penstock.nodes.learn.logprobs import packed_logprobs
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
 from penstock.nodes.open_model import reads_tokens
@@ -29,7 +29,7 @@ def pairs(call: Call) -> None:
 
 
 @reads_tokens
-@requires(pairs, positive("beta"))
+@requires(of_its_rows, pairs, positive("beta"))
 @node(pool="trainer", clock="update")
 @update_options()
 def dpo_update(
@@ -47,8 +47,10 @@ def dpo_update(
     DPO (Rafailov et al. 2023, arXiv 2305.18290), equation 7 and the gradient below it. Prompts whose rewards are all
     equal make no pair. Metrics: `pairs`, their number; and if there are any, `loss`, `margin`, the mean of
     log π/π_ref (chosen) − log π/π_ref (rejected), in nats, and `preferred`, the share with a margin above 0. Raises
-    ValueError if no prompt has two responses.
+    ValueError for numbers of another shape than the rollouts', and if no prompt has two responses.
     """
+    check_shape("dpo_update: given rewards", rewards.values_N.shape, rollouts, each="response")
+    check_shape("dpo_update: given reference", reference.logprobs_NT.shape, rollouts, each="token")
     learner = language_policy(policy)
     group_N = group_rows(rollouts.groups)
     if len(group_N) and int(group_N.max()) == len(group_N) - 1:  # each has its own

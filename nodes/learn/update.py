@@ -32,6 +32,7 @@ from penstock.nodes.learn.batching import (
     check_shape,
     group_rows,
     normaliser,
+    of_its_rows,
     optimizer_steps,
     sampled_lengths,
     token_weights,
@@ -77,16 +78,6 @@ def one_rate(call: Call) -> None:
     if changed_by_flags(call):
         given = "--lr-warmup or --lr-decay beside the input `rate`"
         raise call.lack(given, "one of the two", "lr", code="two-learning-rates")
-
-
-def of_its_rows(call: Call) -> None:
-    """Requirement of inputs with a number for each row or token: they come from responses that are learnt from."""
-    own = call.origins("rollouts")
-    for name in ("advantage", "reference", "proximal"):
-        # Only if they have nothing in common: a node of the user's may join others to them.
-        if own and (of := call.origins(name)) and own.isdisjoint(of):
-            given, needed = (" and ".join(sorted(names)) for names in (of, own))
-            raise call.lack(f"numbers for responses of {given}", f"numbers for those of {needed}", input=name)
 
 
 def own_names(call: Call) -> None:
