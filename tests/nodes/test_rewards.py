@@ -75,6 +75,17 @@ def rollouts(texts: tuple[str, ...], answers: tuple[str, ...]) -> Rollouts:
 # Ways to write twelve thousand and six hundred.
 THOUSANDS = ("12 600", "12\u00a0600", "12\u202f600", "12'600", r"12\,600", r"12\ 600", "12~600", "12{,}600")
 RIGHT = [
+    (r"\boxed{AB}", "AB"),
+    (r"\boxed{3:20}", "3:20"),
+    (r"\boxed{7:30 \text{ a.m.}}", r"7\!:\!30 \text{ am}"),
+    (r"\boxed{10 PM}", "10 p.m."),
+    (r"\boxed{10 \text{ am}}", "10"),
+    ("At last it is 3:30 P.M.", "3:30 pm"),
+    (r"\boxed{\text{June } 3}", "June 3"),
+    ("It is 2024-01-05.", "2024-01-05"),
+    *((right, "C") for right in ("It is C.", "It is **(C)**.", r"\boxed{\text{(C)}}", "#### C\nB", "The answer: $C$")),
+    (r"\boxed{C}", r"\text{(C)}"),
+    (r"Therefore \fbox{42}. Check: 6*7", "42"),
     ("933", "933"),
     ("0933", "933"),
     ("-7", "-7"),
@@ -277,6 +288,24 @@ WRONG = [
         )
     ),
     (r"\boxed{2\sqrt{3}}^2", r"2\sqrt{3}"),
+    (r"\boxed{AB}", "BA"),
+    (r"\boxed{3:20}", "6:40"),
+    (r"\boxed{3:30 am}", "3:30 pm"),
+    (r"\boxed{7:30 \text{ a.m.}}", r"7\!:\!30 \text{ p.m.}"),
+    (r"\boxed{10 pm}", "10 am"),
+    ("10", "10 am"),
+    (r"\boxed{June 3}", "May 3"),
+    (r"\boxed{3}", "May 3"),
+    (r"\boxed{2024-01-05}", "2023-01-04"),
+    (r"\boxed{1/2/2024}", "2/4/2024"),
+    (r"\boxed{\{1,2\}}", "(1,2)"),
+    (r"\boxed{(1,2)}", r"\left\{1,2\right\}"),
+    ("It is at 13:30 pm", "3:30 pm"),
+    *(
+        (wrong, "C")
+        for wrong in ("It is not C.", "It is D.", r"\boxed{D}", r"\boxed{C", "A or C", "ABC", "", "#### B\nC")
+    ),
+    (r"\fbox{41}, and not 42", "42"),
 ]
 
 
