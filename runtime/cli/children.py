@@ -2,8 +2,9 @@
 
 - `python -m penstock.runtime.cli.children MODULE:FUNCTION FD` calls a function for `tracing.ask_child`: it reads the
   arguments from the file descriptor FD as a JSON list, and overwrites them with the answer. `traced` and `inputs` are
-  such functions. Help and usage errors go to the terminal, with exit status 0 and 2 and no answer. If the processes of
-  a run are started early, the one that forks ranks also forks this one, and imports torch once for both.
+  such functions. Help and usage errors go to the terminal, with exit status 0 and 2 and the answer null: without one,
+  a user's module has ended the process. If the processes of a run are started early, the one that forks ranks also
+  forks this one, and imports torch once for both.
 - `… run RUN_FOLDER` is a whole run in this process, which has the terminal: plain lines, and a debugger can stop
   anywhere. The exit status is that of `penstock run`.
 """
@@ -528,7 +529,11 @@ def main(mode: str, words: str) -> int:
         arguments = json.load(memfd)
         memfd.seek(0)
         memfd.truncate()
-        found = json.dumps(answered(lambda: resolve_name(mode)(*arguments)))
+        try:
+            found = json.dumps(answered(lambda: resolve_name(mode)(*arguments)))
+        except SystemExit:
+            memfd.write("null")
+            raise
         # Flush what the program printed: os._exit does not.
         sys.stdout.flush()
         memfd.write(found)

@@ -190,11 +190,11 @@ def ask_child(
         text = memfd.read()
     if status == -signal.SIGPIPE:  # the reader of its help closed the pipe
         raise SystemExit(128 + signal.SIGPIPE)
-    if status in (0, 2) and not text:
+    if status in (0, 2) and text == "null":
         raise SystemExit(status)
-    if status:
+    if status or not text:
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
-        raise CommandError(f"{what} ended with {how}", 1)
+        raise CommandError(f"{what} ended with {how}, without an answer", 1)
     found = json.loads(text)
     if isinstance(found, dict) and "error" in found:
         raise CommandError(found["error"], found["status"])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,14 @@ def of_math(row: dict[str, Any]) -> dict[str, Any] | None:
     return {"prompt": row["problem"], "answer": row["answer"]}
 
 
+CALLS = count()
+
+
+def changing(row: dict[str, Any]) -> dict[str, Any] | None:
+    """Keep every other row that it is called with, whichever that is."""
+    return row if next(CALLS) % 2 else None
+
+
 MATH = [{"problem": f"p{i}", "answer": i, "level": i} for i in (1, 2, 5)]
 OF_MATH = f"{__name__}:of_math"
 
@@ -248,6 +257,8 @@ def test_fields_are_named_or_made_by_a_function_of_the_row(tmp_path: Path) -> No
         open_prompts(replace(given, row=OF_MATH, data=str(tmp_path / "d.parquet")))
     with pytest.raises(DataError, match=r"d\.parquet, row 1: sys:exit raised SystemExit"):
         open_prompts(replace(given, row="sys:exit", data=str(tmp_path / "d.parquet")))
+    with pytest.raises(DataError, match=r"d\.parquet, row 1: given None from .*changing, then \{.*, needed the same"):
+        open_prompts(replace(given, row=f"{__name__}:changing", data=str(tmp_path / "d.parquet")))
     jsonl(tmp_path / "d.jsonl", MATH[2:])
     with pytest.raises(DataError, match=r"given no row that .*of_math keeps"):
         open_prompts(replace(given, row=OF_MATH))

@@ -431,9 +431,12 @@ def test_a_child_that_does_not_answer_or_dies_is_told(file: str) -> None:
     Path(file).write_text("import time\ntime.sleep(1000)\n")
     with pytest.raises(CommandError, match=r"X has not answered within 0\.5 s"):
         ask_child("penstock.runtime.cli.children:traced", "run", f"{file}:mine", [], what="X", deadline=0.5)
-    Path(file).write_text("import os\nos._exit(3)\n")
-    with pytest.raises(CommandError, match=r"mine\.py:mine: .* ended with exit status 3"):
-        trace_program("run", [f"{file}:mine"])
+    for status in (0, 2, 3):
+        Path(file).write_text(f"import os\nos._exit({status})\n")
+        with pytest.raises(
+            CommandError, match=rf"mine\.py:mine: .* ended with exit status {status}, without an answer"
+        ):
+            trace_program("run", [f"{file}:mine"])
 
 
 def test_a_child_at_whose_start_an_interrupt_comes_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
