@@ -129,11 +129,11 @@ class Controller:
             # Time in which this process itself was suspended does not count as a rank's delay.
             if now > until + self.server.tracker.suspended_s(now):
                 names = ", ".join(self.config.plan.spelled(r, i) for r, i in self.ranks if (r, i) not in self.pids)
-                text = f"{names} did not get ready within {seconds:.0f} s; see {self.folder.logs}"
+                within = f"within {seconds:g} s (--startup-deadline)"
+                text = f"{names} did not get ready {within}; see {self.folder.logs}"
                 hosts = {rank.host for rank in self.ranks.values()}
                 if missing := sorted(host for host in hosts if agent_peer(host) not in self.alive):
-                    where = f"joined within {seconds:.0f} s at {self.server.endpoint}"
-                    text = f"no agent of host {', '.join(missing)} {where}"
+                    text = f"no agent of host {', '.join(missing)} joined {within} at {self.server.endpoint}"
                 self._fail(FailureCode.NOT_READY, text)
 
     def _enough(self) -> bool:

@@ -65,7 +65,10 @@ from penstock.nodes.learn.update import term as term
 from penstock.nodes.remote_score import remote_score as remote_score
 from penstock.nodes.replay_buffer import replay as replay
 from penstock.nodes.reward_model import reward_scores as reward_scores
+from penstock.nodes.score import exact as exact
+from penstock.nodes.score import length as length
 from penstock.nodes.score import math_answer as math_answer
+from penstock.nodes.score import regex as regex
 from penstock.nodes.score import score as score
 from penstock.programs.evaluate import evaluate as evaluate
 

@@ -25,9 +25,10 @@ def test_a_program_finds_all_that_it_needs_in_one_module() -> None:
     names = """Advantages Average Batchable Context Critic Demonstrations FrozenModel Graph GraphError LearningRate
     Logprobs Mean Metrics NodeWarning Policy Program Prompts Reference Replies RewardModel Rewards Rollouts Teacher
     TokenAdvantages TurnRewards Weights aipo_update alternate broadcast carried check code_tests converse critic_update
-    critic_values delay dpo_update ema environment evaluate gae generate group_advantage keep leave_one_out_advantage
-    load math_answer measure node opens outcome policy_logprobs policy_update program python_tool reference_logprobs
-    refresh remote_score replay requires reward_scores score sft_update term trace turn_rewards"""
+    critic_values delay dpo_update ema environment evaluate exact gae generate group_advantage keep
+    leave_one_out_advantage length load math_answer measure node opens outcome policy_logprobs policy_update program
+    python_tool reference_logprobs refresh regex remote_score replay requires reward_scores score sft_update term trace
+    turn_rewards"""
     assert dir(penstock) == names.split()
     stub = ast.parse(Path(str(penstock.__file__)).with_suffix(".pyi").read_text())
     homes = {
