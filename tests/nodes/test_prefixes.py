@@ -348,6 +348,14 @@ def none_learnt(policy: Policy, prompts: Prompts) -> Policy:
 
 
 @program
+def otherwise_learnt(policy: Policy, prompts: Prompts) -> Policy:
+    behaviour = broadcast(policy)
+    prefixes = cut(generate(prompts, behaviour, temperature=0.8), at=after_text)
+    vines = generate.named("vines")(prompts, behaviour, after=prefixes, learn_prefix=True)
+    return aipo_update(policy, vines, group_advantage(score(vines, by=length_of_five), vines))
+
+
+@program
 def cut_talk(policy: Policy, prompts: Prompts) -> Policy:
     behaviour = broadcast(policy)
     rollouts, _ = converse(prompts, behaviour, environment=guessing_game, turns=2)
@@ -369,6 +377,7 @@ def talk_after(policy: Policy, prompts: Prompts) -> Policy:
         (no_rollouts, {"missing-rollouts"}),
         (single_vine, {"too-few-samples"}),
         (none_learnt, {"missing-input"}),
+        (otherwise_learnt, {"unmet-requirement"}),
         (cut_talk, {"prefix-in-conversation", "out-of-range"}),
         (talk_after, {"prefix-in-conversation"}),
     ],
