@@ -110,6 +110,7 @@ STAGES = {
     "base": "building the base model",
     "before": "measuring accuracy before",
     "train": "training",
+    "measure": "measuring",
     "save": "saving a checkpoint",
     "after": "measuring accuracy after",
     "done": "done",

@@ -186,11 +186,12 @@ class RunRecorder:
     def open_stage(self, origin: SegmentOrigin, now: float) -> None:
         self.log.stage({**origin.to_json(), "accuracy": self.accuracy})
         name = origin.stage
-        self.stage = name
+        # For displays: a program that changes no value only measures.
+        self.stage = "measure" if name == "train" and not self.config.graph.takers() else name
         if name == "train":
             self._pools(now)
             self.rows.restart(now)
-        self.say({"kind": "stage", "stage": name, "time": now - self.began})
+        self.say({"kind": "stage", "stage": self.stage, "time": now - self.began})
 
     def step(
         self, now: float, event: Event, commands: list[Command], states: Mapping[str, str], answer: Result | None = None
