@@ -1,6 +1,7 @@
 """Measure weights while others train: greedy accuracy on held-out problems, on a pool of its own."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.graph import node, requires
@@ -22,7 +23,8 @@ class Examiner:
     def __init__(self, context: Context, problems: int, by: Rule) -> None:
         self.source = open_prompts(context.evaluation())
         # Greedy, so that the same weights get the same accuracy on every replica.
-        self.engine = make_engine(context, samples=1, temperature=0.0)
+        # No response of an exam pauses: it is of one version.
+        self.engine = make_engine(replace(context, segment=0), samples=1, temperature=0.0)
         self.problems, self.by = problems, by
         # By tag: the version that is measured, and the rewards so far.
         self.exams: dict[Any, tuple[int, list[Rewards]]] = {}
@@ -35,7 +37,10 @@ class Examiner:
 
     def step(self) -> Sequence[tuple[Any, Metrics]]:
         finished = []
-        for (tag, _), (rollouts, _) in self.engine.step():
+        for (tag, _), made in self.engine.step():
+            if isinstance(made, Exception):  # of one problem; its exam has no figure without it
+                raise made
+            rollouts, _ = made
             version, scored = self.exams[tag]
             scored.append(score.fn(rollouts, by=self.by)[0])
             if len(scored) == self.problems:

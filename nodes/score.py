@@ -111,19 +111,28 @@ _AROUND_BOX = (
         rf"|\$?\s*(?:{'|'.join(_SCALES)}|squared|cubed|factorial)\b)"
     ),
 )
-# Words of a time or a date, which are no units.
-_CALENDAR = (
-    r"(?:[AaPp]\.?[Mm]\b|o'clock\b|(?:Jan|Feb|Mar|Apr|May|June?|July?|Aug|Sept?|Oct|Nov|Dec|January|February|March|April"
-    r"|August|September|October|November|December|(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day)\b)"
-)
 # Words that deny a number in a box, before or after it.
 _DENIED = re.compile(r"\b(?:not|than|or|except)\b")
-# References that are compared as they are written, where algebra would find others equal to them: times, dates, and
-# capital letters, such as the name of a choice.
-_AS_WRITTEN = re.compile(
-    rf"[A-Z]+|.*\b[0-9]{{1,2}}:[0-9]{{2}}\b.*|[0-9]{{4}}-[0-9]{{1,2}}-[0-9]{{1,2}}|[0-9]{{1,2}}/[0-9]{{1,2}}/[0-9]{{2,4}}"
-    rf"|(?=.*[0-9]).*(?<![A-Za-z]){_CALENDAR}.*"
+# A time with its half of the day, and dates: algebra and numbers with units would find others equal to them.
+_MONTHS = (
+    "Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sept?(?:ember)?|Oct(?:ober)?"
+    "|Nov(?:ember)?|Dec(?:ember)?"
 )
+_DAY, _YEAR = r"(?P<{}>[0-3]?[0-9])(?:st|nd|rd|th)?(?![0-9])", r"(?:,?\s+(?P<{}>[0-9]{{4}})(?![0-9]))?"
+_STAMP = re.compile(
+    r"(?<![0-9:.,])(?P<hour>1[0-2]|0?[1-9])(?:\s?:\s?(?P<minute>[0-5][0-9]))?\s*(?P<half>[AaPp])(?:\.\s?)?[Mm]\b\.?"
+    r"|(?<![0-9-])(?P<iso>[0-9]{4}-[01][0-9]-[0-3][0-9])(?![0-9-])"
+    r"|(?<![0-9/])(?P<slashed>[0-3]?[0-9]/[0-3]?[0-9]/[0-9]{4})(?![0-9/])"
+    rf"|(?<![A-Za-z\\])(?P<month>{_MONTHS})\.?\s+{_DAY.format('day')}{_YEAR.format('year')}"
+    rf"|(?<![0-9]){_DAY.format('first')}\s+(?:of\s+)?(?P<then>{_MONTHS})(?![A-Za-z]){_YEAR.format('after')}"
+)
+# The name of a choice, and where a response without a box names its own.
+_CHOICE = re.compile(r"\(?([A-Z])\)?")
+_CHOSEN = re.compile(
+    r"\b[Aa]nswer(?:\s+is|\s*:)[\s$*(]*(?:\\(?:text|mathrm|mathbf)\s*\{\s*)?\(?([A-Z])(?![\w'])(?!\)?\s*(?:[,/]|or\b|and\b))"
+)
+# A list in brackets, which say whether its order counts.
+_LIST = re.compile(r"\s*\$?\s?(?:\\left)?(\(|\\\{)([^(){}\[\]]*)(?:\\right)?(?:\)|\\\})\s?\$?\s*")
 # Before a "=" in a box: another unknown.
 _UNKNOWN = re.compile(r",\s*\\?[A-Za-z]\w{0,9}\s*$")
 # Characters before a number that are searched for its expression; bounded, so that no text takes long.
@@ -183,13 +192,12 @@ def answers_that(read: Callable[[str], object]) -> Callable[[Call], None]:
 
 
 def comparable(answer: str) -> Fraction | None:
-    """The number that a reference answer is (see `number_of`); None for an answer that is compared as it is written, or
-    by math-verify.
+    """The number that a reference answer is (see `number_of`); None for an answer that math-verify compares.
 
     Raises ValueError for an answer that cannot be compared.
     """
     number = number_of(answer)
-    missing = symbolic_math.lack() if number is None and as_written(answer) is None else ""
+    missing = symbolic_math.lack() if number is None else ""
     if missing or not answer.strip():
         raise ValueError(
             f"given the reference answer {answer!r:.200}, needed a number, or {missing or 'another answer'}"
@@ -201,17 +209,17 @@ def comparable(answer: str) -> Fraction | None:
 def math_answer(prompt: str, response: str, answer: str) -> float:
     r"""1.0 if the response's final answer equals the reference answer, else 0.0.
 
-    The final answer is in the last `\boxed{…}` or `\fbox{…}`, else after the last "####", else it is the last number of
-    the text. If the reference is a number, so must the answer be, and they are compared exactly, as fractions. Numbers
-    are whole, decimal (1,072.50, 1 072.5), fractions (18/2, 1 1/2, `\frac{9}{2}`), powers of ten (2e-3; in a box
-    `2 \times 10^{-3}`) or with a word (3 million); currency, percent and units do not count. No numbers are: an
+    The final answer is in the last `\boxed{…}` (or `\fbox{…}`), else after the last "####", else it is the last number
+    of the text. If the reference is a number, so must the answer be, and they are compared exactly, as fractions.
+    Numbers are whole, decimal (1,072.50, 1 072.5), fractions (18/2, 1 1/2, `\frac{9}{2}`), powers of ten (2e-3; in a
+    box `2 \times 10^{-3}`) or with a word (3 million); currency, percent and units do not count. No numbers are: an
     expression with this value, a box in an expression, "about 3", "3!", "> 3", and a text with two readings, such as
     "5 200 dollar notes". For a number with a base, `52_8`, digits and base must be the same.
 
-    Times, dates and capital letters, such as `3:30 pm`, `June 3` or the choice `C`, are compared as they are written; a
-    response without a box and "####" has to end with them. Any other reference, such as `2\sqrt{3}` or
-    `(0, \frac{\pi}{2})`, is compared by `math-verify` (the extra `math`). It gives up after
-    `symbolic_math.DEADLINE_S` seconds: then the answer counts as wrong, and the run warns.
+    Any other reference, such as `2\sqrt{3}` or `(0, \frac{\pi}{2})`, is compared by `math-verify` (the extra `math`).
+    It gives up after `symbolic_math.DEADLINE_S` seconds: then the answer counts as wrong, and the run warns. A time
+    with its half of the day, `3:30 pm`, and a date, `June 3` or `2024-06-03`, are not equal to another one. A choice,
+    `C`, is found after "answer is" or "answer:", too. Letters commute, `AB` is `BA`, and `3:10` is a ratio.
 
     Raises ValueError for a reference that is neither.
     """
@@ -219,20 +227,27 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
         needed = comparable(answer)
     except ValueError as error:
         raise ValueError(f"math_answer: {error}") from None
+    if (stamp := _stamp(_final_part(answer))) is not None:
+        told = _stamp(_final_part(response), like=stamp)
+        # A year may be left out.
+        if told is not None:
+            return float(all(given == own for given, own in zip(told, stamp, strict=False)))
+        # Without a stamp the answer may be its number alone; a date of numbers is no expression.
+        if stamp[0] in ("iso", "slashed"):
+            return 0.0
     if needed is not None:
         return float(final_number(response) == needed)
     if response.strip() == answer.strip():  # math-verify finds no word without marks around it
         return 1.0
     boxed = _last_boxed(response)
     given = response.rpartition(FINAL)[2].strip() if boxed is None else boxed
-    if (text := as_written(answer)) is not None:
-        if boxed is None and FINAL in response:
-            given = given.partition("\n")[0]
-        whole = boxed is not None or FINAL in response
-        return float(_written(given) == text if whole else _ends_with(_written(given[-4 * len(text) - _NEAR :]), text))
-    # math-verify takes a set for the point with these coordinates.
-    if {_opens(given), _opens(answer)} == {"(", r"\{"}:
+    # Of a set it makes the point with these coordinates.
+    sides = [_LIST.fullmatch(_final_part(text)) for text in (response, answer)]
+    if all(side is not None and "," in side[2] for side in sides) and len({side[1] for side in sides if side}) > 1:
         return 0.0
+    choice = _CHOICE.fullmatch(_without_latex(answer).strip())
+    if boxed is None and choice and _CHOSEN.findall(response)[-1:] == [choice[1]]:
+        return 1.0
     # Nor does it find LaTeX without marks.
     if boxed is None and FINAL in response and not re.search(r"\$|\\[(\[]", given):
         given = boxed = given.partition("\n")[0].rstrip(" .")
@@ -284,15 +299,8 @@ def length(prompt: str, response: str, answer: str, *, at_most: int, at_least: i
 
 def number_of(answer: str) -> Fraction | None:
     """The number that a reference answer, its box, or the text after its "####" is; None if that is not one number
-    alone, or the number of a date."""
-    return None if as_written(answer) is not None else _only(_final_part(answer))
-
-
-def as_written(answer: str) -> str | None:
-    """A reference answer, its box, or the text after its "####", in a form without LaTeX, if it is compared as it is
-    written; None for any other."""
-    text = _written(_final_part(answer))
-    return text if _AS_WRITTEN.fullmatch(text) else None
+    alone."""
+    return _only(_final_part(answer))
 
 
 def _final_part(text: str) -> str:
@@ -315,27 +323,23 @@ def final_number(text: str) -> Fraction | None:
     return None if _is_within(match) else _value(match)
 
 
-def _written(text: str) -> str:
-    r"""A text without LaTeX, without brackets around it, and without points and spaces that mean nothing: `7:30am` of
-    `7\!:\!30 \text{ a.m.}`."""
-    plain = _without_latex(text).replace("$", "").replace("**", "")
-    plain = re.sub(r"\b([AaPp])\.?\s?[Mm]\b\.?", lambda match: f"{match[1].lower()}m", plain)
-    plain = re.sub(r"(?<=[0-9])\s*(:)\s*(?=[0-9])|(?<=[0-9])\s+(?=[ap]m\b)", r"\1", plain)
-    plain = " ".join(plain.split()).rstrip(" .")
-    inner = plain[1:-1] if plain[:1] == "(" and plain[-1:] == ")" else plain
-    return inner.strip(" .{}")
+def _stamp(text: str, like: tuple[str, ...] = ()) -> tuple[str, ...] | None:
+    """The time or date that a reference answer is; with `like`, the last one of that kind in a text. None without."""
+    plain = _without_latex(text)
+    found = list(_STAMP.finditer(plain)) if like else [_STAMP.fullmatch(plain.strip(" .$"))]
+    stamps = [_fields(match) for match in found if match is not None]
+    return next((stamp for stamp in reversed(stamps) if not like or stamp[0] == like[0]), None)
 
 
-def _ends_with(text: str, end: str) -> bool:
-    """True if a text ends with these words, and does not deny them."""
-    found = re.search(rf"(?<![\w:/.{{\\-]){re.escape(end)}\)?$", text)
-    return found is not None and not re.search(r"\b(?:not|except|than|or)\s+\(?$", text[: found.start()])
-
-
-def _opens(text: str) -> str:
-    """The bracket with which an answer begins; "" for none."""
-    found = re.match(r"\s*\$?\s*(?:\\left\s*)?(\(|\[|\\\{)", text)
-    return found[1] if found else ""
+def _fields(match: re.Match[str]) -> tuple[str, ...]:
+    if match["hour"]:
+        return "time", str(int(match["hour"])), match["minute"] or "00", match["half"].lower()
+    if match["iso"] or match["slashed"]:
+        kind, said = ("iso", match["iso"]) if match["iso"] else ("slashed", match["slashed"])
+        return kind, *(str(int(part)) for part in re.split("[-/]", said))
+    year = match["year"] or match["after"]
+    day = "day", (match["month"] or match["then"])[:3], str(int(match["day"] or match["first"]))
+    return (*day, year) if year else day
 
 
 def _only(text: str) -> Fraction | None:
@@ -367,10 +371,10 @@ def _without_latex(text: str) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{…} or \fbox{…} of a text, "" if the box is a part of an expression; None without
-    a box, or if it does not end."""
-    begin, mark = max((text.rfind(mark), mark) for mark in (r"\boxed{", r"\fbox{"))
-    if begin < 0:
+    r"""The content of the last \boxed{…} of a text, or without one of the last \fbox{…}; "" if the box is a part of an
+    expression; None without a box, or if it does not end."""
+    mark = r"\boxed{" if r"\boxed{" in text else r"\fbox{"
+    if (begin := text.rfind(mark)) < 0:
         return None
     before = text[max(0, begin - _NEAR) : begin]
     begin += len(mark)

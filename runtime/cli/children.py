@@ -310,11 +310,6 @@ def unread_flags(
     """Faults for the flags that the user has typed and that nothing in a run reads: those of evaluation where none is
     made and no node or maker may read held-out problems by itself, those of data where all sources make theirs, and the
     limit of another engine without one."""
-    definitions = _definitions(graphs)
-    # A user's function that gets the context may read any flag with it.
-    readers = [made.path for made in definitions if made.init or made.interface.context]
-    readers += [argument.maker for graph in graphs for argument in graph.arguments]
-    of_user = not all(path.startswith("penstock.") for path in readers)
     unread: dict[str, tuple[str, str]] = {}
     if program.evaluation is None:
         why, needed = f"for {program.name}, which has no evaluation", "or a program with @program(evaluation=…)"
@@ -324,11 +319,12 @@ def unread_flags(
         unread |= dict.fromkeys(
             OF_DATA, (f"for {program.name}, which makes its data", "none, or a program that reads it")
         )
-    if of_user or any(made.evaluates for made in definitions):
+    own = of_user(graphs)
+    if own or any(made.evaluates for made in _definitions(graphs)):
         unread = {name: said for name, said in unread.items() if name == "eval_groups"}
     options = [dict(node.options) for graph in graphs for node in graph.nodes]
     engines = {each["engine"] or flags.engine for each in options if "engine" in each}
-    if not of_user and engines <= {OUR_ENGINE}:
+    if not own and engines <= {OUR_ENGINE}:
         unread["mismatch_limit"] = ("without another engine to compare", "none, or --engine vllm")
     return [
         Fault("unmet-rule", f"--{name.replace('_', '-')}", f"{value} {why}", needed, program.where)
@@ -342,9 +338,16 @@ def _definitions(graphs: Sequence[Graph]) -> list[NodeDef[..., Any]]:
     return [made for node in nodes if isinstance(made := imported(node.op), NodeDef)]
 
 
+def of_user(graphs: Sequence[Graph]) -> bool:
+    """True if a maker, or a node with a state or the context, is the user's: it may read any flag and any data."""
+    readers = [made.path for made in _definitions(graphs) if made.init or made.interface.context]
+    readers += [argument.maker for graph in graphs for argument in graph.arguments]
+    return not all(path.startswith("penstock.") for path in readers)
+
+
 def measures(graphs: Sequence[Graph]) -> bool:
-    """True if accuracy is measured on held-out problems: by an evaluation, or by a node."""
-    return len(graphs) > 1 or any(made.evaluates for made in _definitions(graphs))
+    """True if something may be measured on held-out problems: by an evaluation, or by a node."""
+    return len(graphs) > 1 or of_user(graphs) or any(made.evaluates for made in _definitions(graphs))
 
 
 def is_made(data: str) -> bool:

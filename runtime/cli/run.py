@@ -213,6 +213,9 @@ def _go_on_as(traced: Traced, began: float, early: Early | None) -> int:
     else:
         for name, value in {**now["options"], **now["of_program"]}.items():
             before = {**as_written_now(then["options"]), **then["of_program"]}.get(name)
+            # A run that an older version began keeps rows out where nothing is measured, and goes on so.
+            if name == "held_out" and before is None and "held_out" not in traced.typed:
+                continue
             if value != before and name in may_change:
                 given[name] = getattr(flags, name)
             elif value != before:

@@ -300,9 +300,8 @@ class Session:
         self.why = "stopped by the user"
         self.doing: Mapping[str, str] = {}  # what ranks are working on, by their peer names
         evaluate = config.evaluation is not None
-        # A checkpoint of weights that nothing changes would be a copy of the model.
-        save, again = bool(config.graph.takers()), evaluate and config.flags.updates > 0
-        self._stages = ["before"] * (evaluate and not cut) + ["train"] + ["save"] * save + ["after"] * again
+        again = evaluate and config.flags.updates > 0  # else nothing has changed
+        self._stages = ["before"] * (evaluate and not cut) + ["train", "save"] + ["after"] * again
         self._live: dict[tuple[str, str], int] = {}
         self._handles: Mapping[tuple[Firing, str], ObjectRef] = {}
         self._outbox = Outbox(config.kept_versions)

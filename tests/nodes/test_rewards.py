@@ -75,17 +75,30 @@ def rollouts(texts: tuple[str, ...], answers: tuple[str, ...]) -> Rollouts:
 # Ways to write twelve thousand and six hundred.
 THOUSANDS = ("12 600", "12\u00a0600", "12\u202f600", "12'600", r"12\,600", r"12\ 600", "12~600", "12{,}600")
 RIGHT = [
-    (r"\boxed{AB}", "AB"),
-    (r"\boxed{3:20}", "3:20"),
+    (r"\boxed{AB}", "BA"),
+    (r"\boxed{6:20}", "3:10"),
     (r"\boxed{7:30 \text{ a.m.}}", r"7\!:\!30 \text{ am}"),
     (r"\boxed{10 PM}", "10 p.m."),
     (r"\boxed{10 \text{ am}}", "10"),
-    ("At last it is 3:30 P.M.", "3:30 pm"),
+    (r"\boxed{150}", "150 pm"),
+    ("At last it is 3:30 P.M. on Monday", "3:30 pm"),
     (r"\boxed{\text{June } 3}", "June 3"),
+    (r"\boxed{3rd of June}", "June 3, 2020"),
     ("It is 2024-01-05.", "2024-01-05"),
-    *((right, "C") for right in ("It is C.", "It is **(C)**.", r"\boxed{\text{(C)}}", "#### C\nB", "The answer: $C$")),
+    (r"\boxed{01/02/2024}", "1/2/2024"),
+    *(
+        (right, "C")
+        for right in ("The answer is C.", "Answer: **(C)**.", r"\boxed{\text{(C)}}", "It is $C$, so there.")
+    ),
     (r"\boxed{C}", r"\text{(C)}"),
+    (r"\boxed{1\pm\sqrt{19}}", r"1 \pm \sqrt{19}"),
+    (r"\boxed{1+\sqrt{19}, 1-\sqrt{19}}", r"1 \pm \sqrt{19}"),
+    (r"\boxed{\{-2,1\pm\sqrt{5}\}}", r"\{1\pm\sqrt{5},-2\}"),
+    (r"\boxed{3,-3}", r"\pm 3"),
+    (r"(a) We get $x=1,2$. So $\{1,2\}$", r"\{1,2\}"),
+    (r"\boxed{(0,0),(1,1)}", r"\{(0,0),(1,1)\}"),
     (r"Therefore \fbox{42}. Check: 6*7", "42"),
+    (r"\boxed{42} \fbox{QED}", "42"),
     ("933", "933"),
     ("0933", "933"),
     ("-7", "-7"),
@@ -288,23 +301,20 @@ WRONG = [
         )
     ),
     (r"\boxed{2\sqrt{3}}^2", r"2\sqrt{3}"),
-    (r"\boxed{AB}", "BA"),
-    (r"\boxed{3:20}", "6:40"),
     (r"\boxed{3:30 am}", "3:30 pm"),
     (r"\boxed{7:30 \text{ a.m.}}", r"7\!:\!30 \text{ p.m.}"),
     (r"\boxed{10 pm}", "10 am"),
-    ("10", "10 am"),
+    ("It is at 1:30 pm", "3:30 pm"),
     (r"\boxed{June 3}", "May 3"),
-    (r"\boxed{3}", "May 3"),
+    (r"\boxed{June 3, 2021}", "June 3, 2020"),
     (r"\boxed{2024-01-05}", "2023-01-04"),
+    (r"\boxed{2018}", "2024-01-05"),
     (r"\boxed{1/2/2024}", "2/4/2024"),
     (r"\boxed{\{1,2\}}", "(1,2)"),
     (r"\boxed{(1,2)}", r"\left\{1,2\right\}"),
-    ("It is at 13:30 pm", "3:30 pm"),
-    *(
-        (wrong, "C")
-        for wrong in ("It is not C.", "It is D.", r"\boxed{D}", r"\boxed{C", "A or C", "ABC", "", "#### B\nC")
-    ),
+    (r"so $7 \pm 3$.", r"\pm 3"),
+    *((wrong, "C") for wrong in ("The answer is not C.", "It cannot be C.", r"\boxed{D}", r"\boxed{C", "ABC", "")),
+    *((wrong, "C") for wrong in ("The answer is A, B, C", "The answer is C or D", "The answer is C. The answer is D.")),
     (r"\fbox{41}, and not 42", "42"),
 ]
 
@@ -865,9 +875,11 @@ def ends_in_an_even_digit(prompt: str, response: str, answer: str) -> float:
     return float(answer[-1] in "02468")
 
 
-def test_all_problems_are_held_out_and_count_once_and_the_version_is_told() -> None:
+@pytest.mark.parametrize("segment", [0, 3])
+def test_all_problems_are_held_out_and_count_once_and_the_version_is_told(segment: int) -> None:
     assert measure.init is not None
-    examiner = measure.init(MEASURE_CONTEXT, problems=24, by=ends_in_an_even_digit)
+    context = replace(MEASURE_CONTEXT, segment=segment)
+    examiner = measure.init(context, problems=24, by=ends_in_an_even_digit)
     held_out, train = (open_prompts(replace(MEASURE_CONTEXT, split=split)) for split in ("evaluate", "train"))
     assert examiner.source.read(0) == held_out.read(0) != train.read(0)
     answers = [held_out.read(ordinal).answers[0] for ordinal in range(24)]

