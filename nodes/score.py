@@ -332,6 +332,7 @@ def _stamp(text: str, like: tuple[str, ...] = ()) -> tuple[str, ...] | None:
 
 
 def _fields(match: re.Match[str]) -> tuple[str, ...]:
+    """The kind of a time or date, and its parts."""
     if match["hour"]:
         return "time", str(int(match["hour"])), match["minute"] or "00", match["half"].lower()
     if match["iso"] or match["slashed"]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.graph import node, requires
+from penstock.graph.deferred import shape_of
 from penstock.graph.requires import Call
 from penstock.graph.types import AnyPolicy, Logprobs, Metrics, Rewards, Rollouts
 from penstock.nodes.learn.batching import check_shape, group_rows, of_its_rows
@@ -49,8 +50,8 @@ def dpo_update(
     log π/π_ref (chosen) − log π/π_ref (rejected), in nats, and `preferred`, the share with a margin above 0. Raises
     ValueError for numbers of another shape than the rollouts', and if no prompt has two responses.
     """
-    check_shape("dpo_update: given rewards", rewards.values_N.shape, rollouts, each="response")
-    check_shape("dpo_update: given reference", reference.logprobs_NT.shape, rollouts, each="token")
+    check_shape("dpo_update: given rewards", shape_of(rewards, "values_N") or [], rollouts, each="response")
+    check_shape("dpo_update: given reference", shape_of(reference, "logprobs_NT") or [], rollouts, each="token")
     learner = language_policy(policy)
     group_N = group_rows(rollouts.groups)
     if len(group_N) and int(group_N.max()) == len(group_N) - 1:  # each has its own
