@@ -87,9 +87,9 @@ def cpu_flags() -> set[str]:
 
 def by_processor(name: str) -> str:
     """Return the name under which to keep figures that differ in kind on a processor with AMX, whose products are ten
-    times as fast, and on one without AVX-512."""
-    if "amx_tile" in cpu_flags() and (not LIMIT or "AMX" in LIMIT):
-        return f"{name}_amx"
+    times as fast, on one whose AMX is switched off (`LIMIT`), and on one without AVX-512."""
+    if "amx_tile" in cpu_flags():
+        return f"{name}_amx" if not LIMIT or "AMX" in LIMIT else f"{name}_amx_off"
     return name if "avx512f" in cpu_flags() else f"{name}_avx2"
 
 

@@ -63,7 +63,7 @@ HOME = "/home/me"
 COMMAND_S = 600.0
 MARKER = re.compile(r"(?m)^.*<!-- *(?:begin|end|write)\b.*")
 REGION = re.compile(r"(?ms)^<!-- begin (?P<what>[^>]+?) -->\n(?P<body>.*?)^<!-- end (?P=what) -->$")
-PROCESSORS = {"AMX": "_amx", "AVX-512": "", "AVX2": "_avx2"}
+PROCESSORS = {"AMX": "_amx", "AMX off": "_amx_off", "AVX-512": "", "AVX2": "_avx2"}
 """The kinds of processors, by the ends of their results' names (`by_processor` of the benchmarks)."""
 FILES = ROOT / "runtime" / "record" / "typed_json.py"
 KINDS = {
