@@ -432,7 +432,8 @@ def test_a_child_that_does_not_answer_or_dies_is_told(file: str) -> None:
     with pytest.raises(CommandError, match=r"X has not answered within 0\.5 s"):
         ask_child("penstock.runtime.cli.children:traced", "run", f"{file}:mine", [], what="X", deadline=0.5)
     for status in (0, 2, 3):
-        Path(file).write_text(f"import os\nos._exit({status})\n")
+        # Of another length each time: else the bytecode of the last one may be taken for its own.
+        Path(file).write_text(f"import os\nos._exit({status})\n" + status * "\n")
         with pytest.raises(
             CommandError, match=rf"mine\.py:mine: .* ended with exit status {status}, without an answer"
         ):
