@@ -30,7 +30,6 @@ class View:
         self.bases = {name: {name, *bases} for name, bases in graph.types}
         # By carried value, the node that makes its next value.
         self.makers = {name: ref.node for name, ref in graph.results if ref.node in self.nodes}
-
         self.takers = graph.takers()
 
     def inputs(self) -> Iterator[tuple[Node, Input]]:

@@ -239,11 +239,10 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
         return float(final_number(response) == needed)
     if response.strip() == answer.strip():  # math-verify finds no word without marks around it
         return 1.0
-    boxed = _last_boxed(response)
-    given = response.rpartition(FINAL)[2].strip() if boxed is None else boxed
+    boxed, given = _last_boxed(response), _final_part(response).strip()
     # Of a set it makes the point with these coordinates.
-    sides = [_LIST.fullmatch(_final_part(text)) for text in (response, answer)]
-    if all(side is not None and "," in side[2] for side in sides) and len({side[1] for side in sides if side}) > 1:
+    told_list, own_list = _LIST.fullmatch(given), _LIST.fullmatch(_final_part(answer))
+    if told_list and own_list and told_list[1] != own_list[1] and "," in told_list[2] and "," in own_list[2]:
         return 0.0
     choice = _CHOICE.fullmatch(_without_latex(answer).strip())
     if boxed is None and choice and _CHOSEN.findall(response)[-1:] == [choice[1]]:

@@ -74,18 +74,17 @@ def one_turn(call: Call) -> None:
     if given and call.node.turns is not None:
         needed = "responses of one turn: no prefix says what an environment had replied"
         raise call.lack("prefixes in a conversation", needed, input="after", code="prefix-in-conversation")
-    if call.options.get("learn_prefix") and not given:
+    if not call.options.get("learn_prefix"):
+        return
+    if not given:
         raise call.lack("True without prefixes", "prefixes, as the input `after`", "learn_prefix", code="missing-input")
-    if call.options.get("learn_prefix"):
-        sources = [dict(call.view.nodes[step].options) for step in call.behind("after")]
-        for name in ("temperature", "top_k", "top_p"):
-            own, others = call.options[name], [source.get(name, call.options[name]) for source in sources]
-            # Only if all differ: which rows become prefixes is known in the run alone.
-            if others and own not in others:
-                said = " or ".join(map(repr, dict.fromkeys(others)))
-                raise call.lack(
-                    repr(own), f"{said}, of the prefixes: what is learnt from is sampled as its row is", name
-                )
+    sources = [dict(call.view.nodes[step].options) for step in call.behind("after")]
+    for name in ("temperature", "top_k", "top_p"):
+        own, others = call.options[name], [source.get(name, call.options[name]) for source in sources]
+        # Only if all differ: which rows become prefixes is known in the run alone.
+        if others and own not in others:
+            said = " or ".join(map(repr, dict.fromkeys(others)))
+            raise call.lack(repr(own), f"{said}, of the prefixes: what is learnt from is sampled as its row is", name)
 
 
 @requires(
