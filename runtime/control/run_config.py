@@ -290,8 +290,8 @@ class FailureOptions:
     """Batches of failed tries for each update under way; then the run stops."""
     deadline: Seconds = 600.0
     """Seconds that any piece of work may take; then the run stops and names it."""
-    startup_deadline: Seconds = 120.0
-    """Seconds for all processes to start."""
+    startup_deadline: Seconds = 300.0
+    """Seconds for all processes to start and to load their models."""
     grace: Annotated[Seconds, OnResume("Seconds from a request to stop to the end of all processes.")] = GRACE_S
     """Seconds from a request to stop (Ctrl-C; SIGTERM or SIGUSR1 before a preemption) to the end of all processes. A
     checkpoint is made if there is time. Take some seconds less than the cluster manager gives."""
