@@ -15,7 +15,7 @@ from penstock.graph.interface import mistyped
 from penstock.graph.ir import ANY, Argument, Graph, Input, Json, Node, Ref
 from penstock.graph.node import NodeDef
 from penstock.graph.protocols import Source
-from penstock.graph.types import Prefixes, Rollouts
+from penstock.graph.types import Prefixes, Prompts, Rollouts
 
 
 class View:
@@ -223,7 +223,17 @@ class Call:
     def source(self, name: str) -> Source | None:
         """The source that an input is, filtered or not; None for any other input, and if the graph is not checked for a
         run."""
-        ref, seen = self._inputs.get(name), set()
+        return self._source(self._inputs.get(name))
+
+    def prompts(self, name: str) -> int:
+        """How many prompts a group of the rewards or rollouts has that an input is: the rows of the first value of the
+        source that was sampled from. 1 if no node samples from a source, and if the graph is not checked for a run."""
+        read = [self._source(item.ref) for step in self.behind(name) for item in self.view.nodes[step].inputs]
+        firsts = [source.read(0) for source in read if source is not None]
+        return max((len(first) for first in firsts if isinstance(first, Prompts)), default=1)
+
+    def _source(self, ref: Ref | None) -> Source | None:
+        seen = set[Ref]()
         # Through filters, which pass their inputs on.
         while ref is not None and ref not in seen:
             seen.add(ref)

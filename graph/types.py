@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
 from typing import Any, ClassVar, Self, TypeVar
 
-from penstock.graph.protocols import Array, Vector
+from penstock.graph.protocols import Array, Source, Vector
 
 # Metrics that a node returns besides its outputs; `metrics.jsonl` has their averages over an update's groups.
 Metrics = dict[str, float]
@@ -239,7 +239,7 @@ class Prompts(Batchable):
     """Prompt groups, one row per group.
 
     Attributes:
-        ordinals: places of the groups in the source, N.
+        ordinals: the prompt group of each row, N; a run sets it (`read_group`).
         texts: the prompts, N.
         answers: the reference answers, N.
     """
@@ -250,6 +250,17 @@ class Prompts(Batchable):
 
     maker: ClassVar[str] = "penstock.nodes.data:open_prompts"
     pool: ClassVar[str] = "generator"
+
+
+def read_group(source: Source, ordinal: int) -> Any:
+    """The value of group `ordinal`. All its rows get this ordinal, whatever the source calls them.
+
+    Draws are keyed by it, and rows are compared within it. The row numbers of data that begin again would have every
+    epoch draw the same responses, and join the groups of two visits.
+    """
+    value = source.read(ordinal)
+    otherwise = isinstance(value, Batchable) and any(row != ordinal for row in getattr(value, "ordinals", ()))
+    return replace(value, ordinals=(ordinal,) * len(value)) if otherwise else value
 
 
 @dataclass

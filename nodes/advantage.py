@@ -7,6 +7,7 @@ Shapes: N responses, G prompts. `group_N` (int64) says which prompt each respons
 once and in any order; `rewards_N` are floating point. Rows may also be tokens: the functions do not assume responses.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable
 
 import torch
@@ -80,12 +81,15 @@ OTHERS = "2 or more responses to a prompt, since they are each other's baseline 
 
 def several_samples(call: Call) -> None:
     """Requirement of a node that compares the rewards of one prompt: several of them."""
-    if call.clock == "group" and call.samples("rewards") == 1:
+    if call.samples("rewards") == 1:
         raise call.lack("rewards of samples=1, one response to a prompt", OTHERS, code="too-few-samples")
 
 
 def one_greedy(call: Call) -> None:
-    """Requirement of a node whose baseline is the reward of one greedy response."""
+    """Requirement of a node whose baseline is the reward of one greedy response to the prompt of a group."""
+    if call.clock == "update":
+        needed = "a call that fires per group: it does not see which rows of a batch answer the same prompt"
+        raise call.lack("a whole batch (per_update)", needed, code="whole-batch")
     if (samples := call.samples("greedy")) not in (None, 1):
         needed = "samples=1: one greedy response to each prompt"
         raise call.lack(f"greedy rewards of samples={samples}", needed, code="too-many-samples")
@@ -96,16 +100,22 @@ By = Callable[[Rollouts], Iterable[Hashable]]
 
 
 def named_rows(call: Call) -> None:
-    """Requirement of sub-groups: the rollouts that they are computed from."""
+    """Requirement of a node that compares rows with each other: where these are not all of a group, the rollouts."""
     if "rollouts" not in call.left_out:
         return
     needed = "the rollouts, as the input `rollouts`"
     if call.options["by"] is not None:
         raise call.lack("sub-groups of no rollouts", needed, "by", code="missing-rollouts")
     if call.branched("rewards"):
-        given = "rewards of responses that go on from prefixes, without these"
-        needed += ": those of one prefix are compared with each other"
-        raise call.lack(given, needed, input="rewards", code="missing-rollouts")
+        given, whose = "rewards of responses that go on from prefixes, without these", "prefix"
+    elif call.clock == "update":
+        given, whose = "rewards of a whole batch, without its rollouts", "prompt"
+    elif (prompts := call.prompts("rewards")) > 1:
+        given, whose = f"rewards of groups of {prompts} prompts, without their rollouts", "prompt"
+    else:
+        return
+    needed += f": those of one {whose} are compared with each other"
+    raise call.lack(given, needed, input="rewards", code="missing-rollouts")
 
 
 @requires(of_its_rows, several_samples, named_rows)
@@ -119,8 +129,9 @@ def group_advantage(
     deviation, as in GRPO (arXiv 2402.03300, section 4.1.2); a group whose rewards are all equal has advantage 0 either
     way. Raises ValueError for a group of one, whose advantage is always 0.
 
-    Rollouts that continue prefixes have a sub-group for each prefix; `by(rollouts)` divides them further. Rows are
-    compared within their sub-group only. A row that is alone in its sub-group has advantage 0.
+    With the `rollouts`, rows are compared within their prompt only, also in a whole batch (`per_update`). Rollouts that
+    continue prefixes have a sub-group for each prefix; `by(rollouts)` divides them further. A row that is alone in its
+    sub-group has advantage 0.
     """
     values_N = _samples(rewards, "group_advantage", rollouts)
     make = grpo_advantages if normalize else group_mean_advantages
@@ -155,17 +166,23 @@ def vine_advantage(
     Raises ValueError for a single response, for a prefix without vines, and for vines of other prefixes.
     """
     values_N = _samples(rewards, "vine_advantage")
-    numbers = prefixes.numbers_N.tolist()
-    if vines.prefixes_N is None or len(outcomes.values_N) != len(vines) or {*vines.prefixes_N.tolist()} != {*numbers}:
-        given = f"{len(vines)} vines with {len(outcomes.values_N)} outcomes, of {len(numbers)} prefixes"
+    # Prefixes and rows are numbered in each group.
+    places = {key: m for m, key in enumerate(zip(prefixes.ordinals, prefixes.numbers_N.tolist(), strict=True))}
+    continued = None if vines.prefixes_N is None else [*zip(vines.ordinals, vines.prefixes_N.tolist(), strict=True)]
+    if continued is None or len(outcomes.values_N) != len(vines) or {*continued} != {*places}:
+        given = f"{len(vines)} vines with {len(outcomes.values_N)} outcomes, of {len(places)} prefixes"
         raise ValueError(f"vine_advantage: given {given}, needed one or more, with an outcome each, after each prefix")
-    of_K = torch.tensor([numbers.index(number) for number in vines.prefixes_N.tolist()], dtype=torch.long)
+    of_K = torch.tensor([places[key] for key in continued], dtype=torch.long)
     outcomes_K = torch.as_tensor(outcomes.values_N, dtype=torch.float32)
-    states_M = segment_mean(outcomes_K, of_K, len(numbers)) if numbers else outcomes_K
-    others_N = (values_N.sum() - values_N) / (len(values_N) - 1)
+    states_M = segment_mean(outcomes_K, of_K, len(places)) if places else outcomes_K
+    others_N = values_N - rloo_advantages(values_N, group_rows(rollouts.groups))
     advantages_NT = torch.zeros(rollouts.versions_NT.shape, dtype=torch.float32)
-    for row, length in enumerate(rollouts.response_lengths_N.tolist()):
-        own = [m for m, of in enumerate(prefixes.rows_N.tolist()) if of == row]
+    cuts, before = defaultdict[tuple[int, int], list[int]](list), Counter[int]()
+    for m, place in enumerate(zip(prefixes.ordinals, prefixes.rows_N.tolist(), strict=True)):
+        cuts[place].append(m)
+    for row, (ordinal, length) in enumerate(zip(rollouts.ordinals, rollouts.response_lengths_N.tolist(), strict=True)):
+        own = cuts[ordinal, before[ordinal]]
+        before[ordinal] += 1
         bounds = [0, *prefixes.lengths_N[own].tolist(), length]
         worth = [float(others_N[row]), *states_M[own].tolist(), float(values_N[row])]
         for step in range(len(own) + 1):
@@ -219,12 +236,13 @@ def _groups(values_N: Tensor, rollouts: Rollouts | None, by: By | None) -> Tenso
     """The number of each row's sub-group, int64 [N]."""
     if by is not None and rollouts is None:
         raise ValueError("advantage: given sub-groups (by) of no rollouts, needed the input `rollouts`")
-    prefixes_N = None if rollouts is None else rollouts.prefixes_N
-    prefixes = [-1] * len(values_N) if prefixes_N is None else prefixes_N.tolist()
-    named = [None] * len(prefixes) if rollouts is None or by is None else by(rollouts)
+    if rollouts is None:
+        return torch.zeros(len(values_N), dtype=torch.long)
+    prefixes = [-1] * len(rollouts) if rollouts.prefixes_N is None else rollouts.prefixes_N.tolist()
+    named = [None] * len(rollouts) if by is None else by(rollouts)
     # Elements of a tensor compare equal only as plain numbers.
     names = [name.item() if hasattr(name, "item") else name for name in named]
-    if len(names) != len(values_N) or len(prefixes) != len(values_N):
+    if len(names) != len(values_N) or len(rollouts) != len(values_N):
         given = f"by={getattr(by, '__name__', repr(by))}: given {len(names)} names of sub-groups"
         raise ValueError(f"{given}, needed {len(values_N)}, one for each row")
-    return group_rows(list(zip(prefixes, names, strict=True)))
+    return group_rows(list(zip(rollouts.groups, prefixes, names, strict=True)))

@@ -26,7 +26,9 @@ from penstock.graph import (
 from penstock.graph.context import BatchPart
 from penstock.graph.protocols import Carried
 from penstock.graph.types import Advantages, Prompts, TokenAdvantages
+from penstock.nodes.advantage import group_advantage
 from penstock.nodes.carried import carried
+from penstock.nodes.data import Made
 from penstock.nodes.fake import FakePolicy, FakePrompts, fake_environment, fake_generate, fake_score, fake_update
 from penstock.nodes.generate import converse
 from penstock.nodes.learn.losses import aipo
@@ -947,3 +949,38 @@ def measures_another_type(policy: FakePolicy, seen: Seen, prompts: FakePrompts) 
     rollouts = fake_generate(prompts, broadcast(policy, lag=1))
     rewards = fake_score(rollouts)
     return {"policy": fake_update(policy, rollouts, rewards), "seen": remember(seen, rewards)}
+
+
+# Sources that begin again ---------------------------------------------------------------------------------------
+
+
+class TwoPrompts(Prompts):
+    maker: ClassVar[str] = f"{__file__}:open_two"
+
+
+def read_two(ordinal: int) -> Prompts:
+    """The same two prompts again and again, called by their places in the data."""
+    place = ordinal % 2
+    return Prompts((place,), (f"p{place}",), ("",))
+
+
+def open_two(context: Context) -> Made:
+    return Made(read_two, size=2)
+
+
+@node(pool="trainer", clock="update")
+def count_groups(rollouts: Rollouts, advantage: Advantages) -> Metrics:
+    """How many groups a batch has, the lowest of their numbers, and how far the advantages are from those by hand."""
+    groups, apart = [*dict.fromkeys(rollouts.groups)], 0.0
+    for group in groups:
+        own = torch.tensor([each == group for each in rollouts.groups])
+        apart = max(apart, float(advantage.values_N[own].sum().abs()))
+    return {"distinct": float(len(groups)), "lowest": float(min(rollouts.ordinals)), "apart": apart}
+
+
+@program
+def again(policy: FakePolicy, prompts: TwoPrompts) -> FakePolicy:
+    rollouts = fake_generate(prompts, broadcast(policy), samples=3)
+    rewards = fake_score(rollouts)
+    count_groups(rollouts, group_advantage.per_update(rewards, rollouts))
+    return fake_update(policy, rollouts, rewards)

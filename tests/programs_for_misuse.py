@@ -193,11 +193,23 @@ def one_left_out(policy: Policy, prompts: Prompts) -> Policy:
 
 
 @program
-def compared_with_the_batch(policy: Policy, prompts: Prompts) -> Policy:
-    """One sample per prompt is enough where a whole batch is the baseline: no fault."""
-    rollouts = generate(prompts, broadcast(policy), samples=1)
+def prompts_of_a_batch(policy: Policy, prompts: Prompts) -> Policy:
+    """Rewards alone do not say which of a batch's rows answer the same prompt; the rollouts do."""
+    rollouts = generate(prompts, broadcast(policy), samples=4)
     rewards = score(rollouts, by=math_answer)
-    return aipo_update(policy, rollouts, group_advantage.per_update(rewards))
+    # missing-rollouts: group_advantage: input 'rewards' given rewards of a whole batch, without its rollouts
+    advantage = group_advantage.per_update(rewards)
+    return aipo_update(policy, rollouts, advantage)
+
+
+@program
+def greedy_of_a_batch(policy: Policy, prompts: Prompts) -> Policy:
+    behaviour = broadcast(policy)
+    rollouts = generate(prompts, behaviour, samples=1)
+    greedy = generate(prompts, behaviour, samples=1, temperature=0.0)
+    # whole-batch: greedy_advantage given a whole batch (per_update)
+    advantage = greedy_advantage.per_update(score(rollouts, by=math_answer), score(greedy, by=math_answer))
+    return policy_update(policy, rollouts, advantage, loss=reinforce)
 
 
 @program

@@ -403,6 +403,14 @@ def test_what_readers_and_makers_write_into_a_value_is_seen_by_nobody_else(tmp_p
     assert_equal_bits(final_state(clean, 2), final_state(written, 2))
 
 
+@PROCESSES
+def test_what_a_source_gives_again_is_another_group(tmp_path: Path, processes: bool) -> None:
+    """Its rows are of the group that was asked for; by the source's own numbers a batch would have two groups."""
+    for update, row in enumerate(rows(run(tmp_path, "again", processes=processes))):
+        assert (row["distinct"], row["lowest"]) == (BATCH, update * BATCH)
+        assert row["apart"] < 1e-6
+
+
 # Figures, also NaN and infinite ones, and failures --------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ import torch
 from penstock.graph.ir import Firing, Node
 from penstock.graph.node import Dropped, Filter, Paused, UntrustedError
 from penstock.graph.protocols import Fusing, Offloadable, Releasing, Threaded
-from penstock.graph.types import Advantages, AnyRewards, Mean, Model, Prefixes, Replies, Rollouts
+from penstock.graph.types import Advantages, AnyRewards, Mean, Model, Prefixes, Replies, Rollouts, read_group
 from penstock.runtime.control.checkpointing import Checkpointing, restore
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.process import RAISED, told
@@ -273,7 +273,7 @@ class Executor:
         began, begun = monotonic(), False
         try:
             if firing.node in self.held.sources:
-                value = self.held.sources[firing.node].read(firing.index)
+                value = read_group(self.held.sources[firing.node], firing.index)
                 handles = self.values.keep(firing, {"out": value})
                 return [Result(Done(firing, self.setup.replica, self.setup.rank), handles, {}, began, monotonic())]
             held = self.held.nodes[firing.node]

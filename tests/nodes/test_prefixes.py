@@ -10,8 +10,9 @@ import torch
 
 from penstock.graph import Context, Policy, Prompts, Rewards, Rollouts, Weights, broadcast, check, program, trace
 from penstock.graph.node import Paused
-from penstock.graph.types import Prefixes
+from penstock.graph.types import Prefixes, TokenAdvantages
 from penstock.nodes.advantage import group_advantage, leave_one_out_advantage, vine_advantage
+from penstock.nodes.data import Made
 from penstock.nodes.distill import reference_logprobs
 from penstock.nodes.environments.guessing_game import guessing_game
 from penstock.nodes.generate import converse, generate, make_engine
@@ -304,6 +305,25 @@ def test_the_advantage_of_a_step_is_what_it_adds_to_the_value_of_its_state() -> 
         vine_advantage.fn(rewards, rollouts, prefixes, vines.take([0, 1]), Rewards(outcomes.values_N[:2]))
 
 
+def test_the_steps_of_a_whole_batch_are_those_of_each_group() -> None:
+    """Prefixes and rows are numbered in each group: in a batch the numbers come again."""
+    rows, rewards = group(3), [torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.0, 0.0, 1.0])]
+    begins = [begins_of([0, 0, 2], [1, 2, 0], [0, 1, 2]), begins_of([1, 2], [2, 1], [0, 1])]
+    vines = [
+        replace(group(6), prefixes_N=torch.tensor([0, 0, 1, 1, 2, 2])),
+        replace(group(3), prefixes_N=torch.tensor([1, 0, 1])),
+    ]
+    outcomes = [torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]), torch.tensor([1.0, 1.0, 0.0])]
+    groups: list[list[Any]] = [
+        [Rewards(rewards[n]), *(replace(each, ordinals=(n + 7,) * len(each)) for each in (rows, begins[n], vines[n]))]
+        for n in (0, 1)
+    ]
+    apart = [vine_advantage.fn(*given, Rewards(outcomes[n]))[0] for n, given in enumerate(groups)]
+    joined = [type(parts[0]).concat(parts) for parts in zip(*groups, strict=True)]
+    made = vine_advantage.fn(*joined, Rewards(torch.cat(outcomes)))[0]
+    assert made.values_N.tolist() == TokenAdvantages.concat(apart).values_N.tolist()
+
+
 def begins_of(rows: list[int], lengths: list[int], numbers: list[int]) -> Prefixes:
     """Return prefixes of which only the place matters."""
     none_NT, one_N = torch.zeros(len(rows), 1), torch.ones(len(rows), dtype=torch.long)
@@ -384,3 +404,15 @@ def talk_after(policy: Policy, prompts: Prompts) -> Policy:
 )
 def test_check_refuses_what_cannot_go_on(name: Any, codes: set[str]) -> None:
     assert {fault.code for fault in check(trace(name))} == codes
+
+
+@program
+def compared(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy))
+    return aipo_update(policy, rollouts, group_advantage(score(rollouts, by=length_of_five)))
+
+
+@pytest.mark.parametrize(("texts", "codes"), [(("1+1=", "1+2="), ["missing-rollouts"]), (("1+1=",), [])])
+def test_groups_of_several_prompts_are_compared_by_their_rollouts(texts: tuple[str, ...], codes: list[str]) -> None:
+    source = Made(lambda ordinal: Prompts((ordinal,) * len(texts), texts, ("",) * len(texts)))
+    assert [fault.code for fault in check(trace(compared), sources={"prompts": source})] == codes

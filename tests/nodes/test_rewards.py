@@ -626,7 +626,7 @@ def two_names(rollouts: Rollouts) -> list[int]:
     return [0, 1]
 
 
-KINDS = replace(random_rollouts(), texts=("a", "b", "a", "b", "a"))
+KINDS = replace(random_rollouts(), ordinals=(0,) * 5, texts=("a", "b", "a", "b", "a"))
 MIXED = Rewards(torch.tensor([1.0, 5.0, 0.0, 7.0, 2.0]))
 
 
@@ -636,6 +636,19 @@ def test_rows_are_compared_within_their_sub_group() -> None:
     normal = group_advantage(MIXED, KINDS, by=kinds, normalize=True).values_N
     torch.testing.assert_close(normal, torch.tensor([0, -1, -(1.5**0.5), 1, 1.5**0.5]))
     assert group_advantage(MIXED, KINDS).values_N.tolist() == group_advantage(MIXED).values_N.tolist()
+
+
+@pytest.mark.parametrize(
+    "rollouts",
+    [
+        replace(KINDS, ordinals=(3, 9, 3, 9, 3)),
+        replace(KINDS, prompts=("a", "b", "a", "b", "a")),  # two prompts of one group
+    ],
+)
+def test_rows_are_compared_within_their_prompt_also_in_a_whole_batch(rollouts: Rollouts) -> None:
+    assert group_advantage(MIXED, rollouts).values_N.tolist() == [0, -1, -1, 1, 1]
+    assert leave_one_out_advantage(MIXED, rollouts).values_N.tolist() == [0, -2, -1.5, 2, 1.5]
+    assert group_advantage(MIXED, rollouts, by=lambda r: [0, 0, 1, 0, 1]).values_N.tolist() == [0, -1, -1, 1, 1]
 
 
 def lettered(rollouts: Rollouts) -> Tensor:
