@@ -192,9 +192,10 @@ def go(
                 if (moved := folder.follow()) and status != DONE and moved not in errors:
                     errors.append(moved)
                 summary = finish(folder, status, errors, monotonic() - began, earlier, display.progress.cause)
-        report, drawn = draw(folder, summary)
+        in_haste = status == PREEMPTED
+        report, drawn = draw(folder, summary, in_haste=in_haste)
         if trackers.trackers:
-            _end_trackers(trackers, folder, report, summary, errors, began, in_haste=status == PREEMPTED)
+            _end_trackers(trackers, folder, report, summary, errors, began, in_haste)
     folder.release()
     # The pipe or terminal may be closed: `main` sets the exit status then.
     with suppress(OSError):
@@ -229,12 +230,13 @@ def _end_trackers(
         errors.append(str(error))
 
 
-def draw(folder: RunFolder, summary: Mapping[str, Any]) -> tuple[Path | None, str]:
-    """Write `report.html`. Returns its path (None if there is none), and a text: where it is, or how to make it. A
-    failure does not change how the run has ended."""
+def draw(folder: RunFolder, summary: Mapping[str, Any], *, in_haste: bool) -> tuple[Path | None, str]:
+    """Write `report.html` (`end_with_report`). Returns its path (None if there is none), and a text: where it is, or
+    how to make it. A failure does not change how the run has ended."""
     from penstock.runtime.report.write import end_with_report  # imports templates: not at the start
 
-    path, reason = end_with_report(folder, float(summary["wall_s"]), stopped=summary["status"] == "stopped")
+    stopped = summary["status"] == "stopped"
+    path, reason = end_with_report(folder, float(summary["wall_s"]), stopped=stopped, in_haste=in_haste)
     if path is not None:
         return path, relative(path)
     return None, f"{' '.join(reason.split())} (penstock report {quote(relative(folder.path))})"

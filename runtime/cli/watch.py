@@ -122,7 +122,7 @@ def watch_in_terminal(folder: RunFolder, *, plain: bool, once: bool) -> int:
         console = Console()
         console.print(dashboard(display.progress, shown, console.width, watched.seconds))
     for error in () if alive else display.progress.errors:
-        print(visible(f"penstock watch: {error}"), file=sys.stderr)
+        print(visible(f"penstock watch: the run ended: {error}"), file=sys.stderr)
     if not (picture or alive):
         summary = watched.summary()
         if summary is not None and "command_s" in summary:

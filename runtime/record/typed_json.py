@@ -57,7 +57,7 @@ class Summary(TypedDict):
     status: Text
     """`done`, `stopped` or `failed`"""
     error: NotRequired[Text]
-    """why the run failed; "" for others"""
+    """why the run failed or was stopped; "" for others"""
     cause: NotRequired[Text]
     """code of a failure (below); `preempted` where an engine wanted the run to stop"""
     lost_host: NotRequired[Text]

@@ -159,9 +159,18 @@ class Facts:
 
     @property
     def error(self) -> str:
-        """Why the run failed; "" if it did not, or said nothing."""
-        ended = self.lives[-1].ended if self.lives else None
-        return (self.summary or ended or {}).get("error", "")
+        """Why the run failed or was stopped; "" if neither, or if it said nothing."""
+        return str(self._end.get("error", ""))
+
+    @property
+    def was_stopped(self) -> bool:
+        """True if it was stopped, by its user or by a cluster manager."""
+        return self._end.get("status") == "stopped"
+
+    @property
+    def _end(self) -> Mapping[str, Any]:
+        """How the run ended, by its summary or else by its log; empty for one that goes on or was killed."""
+        return self.summary or (self.lives[-1].ended if self.lives else None) or {}
 
     @property
     def failures(self) -> tuple[str, str]:

@@ -25,8 +25,8 @@ REPORT = "report.html"
 SIMULATING_S = 6.0
 # The same at the end of a run: a share of the run's seconds between two limits.
 SHARE_OF_RUN, LEAST_S, MOST_S = 0.05, 0.5, 3.0
-# An event log of more bytes takes some seconds to read: too long for a user who has pressed Ctrl-C.
-LARGE_LOG = 3 << 20
+# An event log of more bytes takes more than two seconds to read: too long for a user who has pressed Ctrl-C.
+LARGE_LOG = 1 << 20
 
 
 def write_report(
@@ -54,12 +54,17 @@ def time_limit(seconds: float) -> Callable[[], bool]:
     return is_up
 
 
-def end_with_report(folder: RunFolder, wall_s: float, *, stopped: bool) -> tuple[Path | None, str]:
+def end_with_report(
+    folder: RunFolder, wall_s: float, *, stopped: bool, in_haste: bool = False
+) -> tuple[Path | None, str]:
     """Write the report of a run that has ended. Returns its path, or None and why there is none. Never raises.
 
-    Ctrl-C ends the drawing. The report of a long run that was `stopped` is not drawn: its user waits.
+    Ctrl-C ends the drawing. The report of a long run that was `stopped` is not drawn: its user waits. `in_haste`: a
+    cluster manager is about to end this process, and nothing is drawn.
     """
     path = folder.path / REPORT
+    if in_haste:
+        return None, "not drawn: the run was preempted"
     try:
         if stopped and os.path.getsize(folder.events) > LARGE_LOG:
             return None, "not drawn yet: the run is long"

@@ -126,19 +126,28 @@ def test_a_killed_run_is_said_to_be_killed(folder: Path, facts: Facts) -> None:
 
 
 @pytest.mark.parametrize("place", ["summary.json", "the log"])
-def test_a_failed_run_says_why(folder: Path, say: Say, facts: Facts, place: str) -> None:
-    why = "score[1] raised ScoreError: the scorer is broken"
+@pytest.mark.parametrize(
+    ("status", "why", "told", "heading"),
+    [
+        ("failed", "score[1] raised ScoreError: the scorer is broken", "The run failed: ", "Why it failed"),
+        ("stopped", "preempted (SIGTERM)", "The run was ", "Why it was stopped"),
+    ],
+)
+def test_a_run_that_was_not_done_says_why(
+    folder: Path, say: Say, facts: Facts, place: str, status: str, why: str, told: str, heading: str
+) -> None:
     if place == "summary.json":
-        RunFolder(folder).write_json("summary.json", {"status": "failed", "error": why})
+        RunFolder(folder).write_json("summary.json", {"status": status, "error": why})
     else:
         (folder / "summary.json").unlink()
         (folder / "events.log").unlink()
         log = LogWriter(folder / "events.log")
         log.segment(None, {"run": "abcdef012345"})
-        log.end({"status": "failed", "error": why})
-    assert say("report", folder).startswith(f"The run failed: {why}\n")
+        log.end({"status": status, "error": why})
+    assert say("report", folder).startswith(f"{told}{why}\n")
     assert facts("report", folder)["error"] == why
-    assert why in (folder / "report.html").read_text()
+    page = (folder / "report.html").read_text()
+    assert (why in page, f">{heading}<" in page) == (True, True)
 
 
 def test_a_run_that_goes_on_is_said_to_and_nothing_of_it_is_missed(folder: Path, facts: Facts) -> None:
@@ -191,6 +200,11 @@ def test_a_stopped_run_with_a_long_log_is_not_kept_waiting(folder: Path, monkeyp
     path, reason = end_with_report(RunFolder.open(folder), 10.0, stopped=True)
     assert (path, "not drawn yet" in reason) == (None, True)
     assert end_with_report(RunFolder.open(folder), 10.0, stopped=False) == (folder / "report.html", "")
+
+
+def test_a_run_that_is_taken_away_draws_nothing_in_the_time_that_is_left(folder: Path) -> None:
+    path, reason = end_with_report(RunFolder.open(folder), 10.0, stopped=True, in_haste=True)
+    assert (path, "preempted" in reason, (folder / "report.html").exists()) == (None, True, False)
 
 
 # Replay --------------------------------------------------------------------------------------------------------------
