@@ -46,6 +46,7 @@ from penstock.runtime.control.messages import (
     Delivery,
     End,
     Exited,
+    GivenUp,
     Goodbye,
     Heartbeat,
     Launch,
@@ -210,6 +211,9 @@ class Agent:
                         self.again = message.lost and self._join.again
                         self._await_ends(LEAVE_S)  # ranks get goodbyes of their own
                         return ""
+                    if isinstance(message, GivenUp):
+                        needed = "needed another agent on this host, if the run is to use it again"
+                        return f"the run goes on without this agent: {message.reason}; {needed}"
                     if isinstance(message, Launch):
                         self._launch(message)
                     if isinstance(message, End):

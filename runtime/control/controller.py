@@ -28,6 +28,7 @@ from penstock.runtime.control.messages import (
     AgentReady,
     End,
     Exited,
+    GivenUp,
     Goodbye,
     Hello,
     Launch,
@@ -347,6 +348,8 @@ class Controller:
         if host:
             if agent_peer(host) in self.alive and not known:
                 say({"kind": "gone", "host": host, "life": self.agents.get(host, 0)})
+            # It may only have been stopped. Then it ends its ranks when it goes on.
+            self.server.send(peer, GivenUp(reason))
             self.server.forget(peer)
             self.alive.discard(peer)
             self._able.discard(host)
@@ -445,7 +448,7 @@ class Controller:
         elif self.session.running:
             if result.unread and result.unread[1] == self.session.life(result.unread[0]):
                 # The replica that holds the value is gone, which has not been noticed yet.
-                self._do_without(rank_peer(result.unread[0], 0), f"{peer} cannot read what it has made")
+                self._do_without(rank_peer(result.unread[0], 0), f"{self._spelled(peer)} cannot read what it has made")
             try:
                 self.session.answer(result, monotonic())
             except UnawaitedError as error:  # the answer changes nothing

@@ -5,7 +5,8 @@ A frame is MessagePack of [PROTOCOL, sequence, [class name, fields…]]. A *peer
 
 - A rank: Hello, Setup, Ready, then Orders and Results until Goodbye.
 - An agent: Hello, AgentReady, then a Launch for each of its ranks and an Exited for each that ends, until Goodbye;
-  Leaving, if its host is taken away. An End asks it to kill a rank.
+  Leaving, if its host is taken away. An End asks it to kill a rank. GivenUp ends an agent that counts as dead, and
+  Introduce lets its successor begin.
 - Between hosts an agent forwards the messages of its ranks, several at once as RankMessages. A message to several of
   its ranks comes once, as a Delivery. SignsOfLife reports the state of the ranks (see `relay`).
 - Ranks that form a process group use the controller's key-value store by Post, Count and Look; BoardValues is the
@@ -29,7 +30,7 @@ from penstock.runtime.packable import Packable
 from penstock.runtime.schedule.events import Abort, Answer, Command, Copied, Event, Send
 from penstock.runtime.tensor.shm import ObjectRef
 
-PROTOCOL: Literal[10] = 10
+PROTOCOL: Literal[11] = 11
 # Most characters of a text for the user; of a longer one the middle is left out.
 MAX_TEXT = 16 << 10
 # Most bytes of one packed value, in either direction: metadata only. The largest is the manifest of a mixture of
@@ -264,6 +265,16 @@ class Goodbye(Packable, frozen=True):
 # To agents ------------------------------------------------------------------------------------------------
 
 
+class GivenUp(Packable, frozen=True):
+    """The run goes on without this process: it gave no sign of life for too long, or its messages were lost."""
+
+    reason: str
+
+
+class Introduce(Packable, frozen=True):
+    """Say Hello again: the process is gone that had this name."""
+
+
 class Launch(Packable, frozen=True):
     """Start a rank with this many CPU threads, in the interpreter `python`, if given. `life`: how often its replica has
     been lost before. `start`: how often it has been started before, whether or not it got ready."""
@@ -316,7 +327,7 @@ ToController = (
     | Question
     | RankMessages
 )
-Message = ToController | Setup | Order | BoardValues | Goodbye | Launch | End | Delivery
+Message = ToController | Setup | Order | BoardValues | Goodbye | GivenUp | Introduce | Launch | End | Delivery
 
 # The exit status of a rank that has sent a `Note` with the reason of its end.
 EXIT_EXPLAINED = 3
@@ -443,7 +454,7 @@ def _escaped(plain: Any) -> Any:
     return plain
 
 
-_FRAMED = tuple[Literal[10], int, Message]
+_FRAMED = tuple[Literal[11], int, Message]
 _FRAME: Codec[tuple[int, int, Message]] = Codec(_FRAMED, "frame")
 _CARRIED: Codec[tuple[int, int, Message]] = Codec(_FRAMED, "frame", MAX_BYTES + AROUND)
 _RECORD: Codec[Event | Command] = Codec(Event | Command, "record")

@@ -185,6 +185,10 @@ class RunRecorder:
 
     def open_stage(self, origin: SegmentOrigin, now: float) -> None:
         self.log.stage({**origin.to_json(), "accuracy": self.accuracy})
+        # Replicas that an earlier life has lost are there again, unless the stage begins without them.
+        for replica, event in {one["replica"]: one["event"] for one in self.replicas}.items():
+            if event == "lost" and replica not in origin.absent:
+                self._note_replica(replica, "joined", now)
         name = origin.stage
         # For displays: a program that changes no value only measures.
         self.stage = "measure" if name == "train" and not self.config.graph.takers() else name
@@ -214,9 +218,7 @@ class RunRecorder:
                     self.sent[channel, replica] = now, self.published[channel]
         if isinstance(event, ReplicaLost | ReplicaJoined):
             lost = {"reason": event.reason} if isinstance(event, ReplicaLost) else {}
-            what = "lost" if lost else "joined"
-            time_s = round(self.rows.time(now), 3)
-            self.replicas.append({"replica": event.replica, "event": what, "time_s": time_s, **lost})
+            self._note_replica(event.replica, "lost" if lost else "joined", now, **lost)
         for replica, state in states.items():
             if self.states.get(replica) != state:
                 self.states[replica] = state
@@ -303,6 +305,10 @@ class RunRecorder:
             known = self.row.keys() - NO_NUMBERS
             self.warn(f"--keep-best: given {self._unseen!r}, which no row has so far{nearest(self._unseen, known)}")
             self._unseen = ""
+
+    def _note_replica(self, replica: str, event: str, now: float, **reason: str) -> None:
+        time_s = round(self.rows.time(now), 3)
+        self.replicas.append({"replica": replica, "event": event, "time_s": time_s, **reason})
 
     def begin_checkpoint(self, update: int, state: str) -> str:
         """Ranks are about to write a checkpoint, with this `state` of the scheduler. Return the name of the folder for

@@ -10,6 +10,9 @@ it is the host that it claims. A host may send Hello for its own agent and for t
 message beyond that, or beyond `rights`, is counted as "unauthorised"; notes or questions beyond a peer's limits are
 counted as "excessive".
 
+A second process of an agent's name waits until the first is forgotten; then it is asked to introduce itself. An agent
+that comes back after it was forgotten is told so, since its successor may be there.
+
 A rank has a connection of its own, or its agent forwards its messages (`relay`); then the agent watches its heartbeat.
 """
 
@@ -23,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from hmac import compare_digest
 from itertools import count
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Literal
 
@@ -36,8 +40,10 @@ from penstock.runtime.control.messages import (
     AgentReady,
     BoardValues,
     Delivery,
+    GivenUp,
     Heartbeat,
     Hello,
+    Introduce,
     Message,
     MessageError,
     Note,
@@ -75,6 +81,8 @@ FLUSH_S = 0.5
 # seconds. While only heartbeats come, which all hosts send at the same moment, it is `BURST_S`.
 MANY_HOSTS, GATHER_S, WORK_SHARE, BURST_S = 32, 0.002, 10, 0.01
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
+# The numbers of the frames to a connection before its Hello is accepted, and of the last one to one that is given up.
+_FIRST, _LAST = 1, 1 << 62
 # The kinds of dropped frames that an agent may report.
 DROPPED = ("malformed", "oversized", "unknown", "replayed", "unexpected", "unauthorised", "duplicate", "excessive")
 
@@ -112,7 +120,7 @@ class _Connection:
     pid: int
     hello: int
     heard: int
-    said: int = 0
+    said: int = _FIRST
 
 
 def connections(ranks: Mapping[str, str], endpoint: str) -> int:
@@ -150,6 +158,10 @@ class Server:
         self._silent: dict[str, str] = {}  # silent ranks, and the agent that reported each
         # Peers that have ever sent Hello, and whether on their heartbeat's socket. `forget` leaves them here.
         self._greeted: set[tuple[str, bool]] = set()
+        # By agent: the connection of another process of its name, and whether that one has lost an earlier connection.
+        self._waiting: dict[str, tuple[bytes, bool]] = {}
+        # The connections that were asked to introduce themselves, and have not done so.
+        self._asked: set[bytes] = set()
         keys = None
         if not server_keys.endpoint.startswith("ipc://"):
             if not (server_keys.secret and server_keys.allowed):
@@ -161,6 +173,8 @@ class Server:
             server_keys.endpoint, options, keys, self._refused, connections(ranks, server_keys.endpoint)
         )
         self.socket, self.endpoint = self._listener.socket, self._listener.endpoint
+        self._file = socket_file(self.endpoint)
+        self._bound = None if self._file is None else _inode(self._file)
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         for one in (self.socket, self._waker):
@@ -281,6 +295,19 @@ class Server:
         self.tracker.forget(peer)
         self.doing.pop(peer, None)
         self._connections = {i: c for i, c in self._connections.items() if c.peer != peer}
+        if (waiting := self._waiting.pop(peer, None)) is not None:
+            identity, again = waiting
+            if again:
+                self._reply(identity, GivenUp(_LOST), _LAST)
+            else:
+                self._asked.add(identity)
+                self._reply(identity, Introduce(), _FIRST)
+
+    def _reply(self, identity: bytes, message: Message, number: int) -> None:
+        """Send a message to a connection that is no peer's, if it is still there."""
+        with suppress(zmq.ZMQError):
+            self.socket.send(identity, _MORE)
+            self.socket.send(pack(message, number), zmq.NOBLOCK)
 
     def close(self) -> None:
         """Close the socket; unsent messages get half a second."""
@@ -288,8 +315,9 @@ class Server:
         if self._waker >= 0:
             waker, self._waker = self._waker, -1
             os.close(waker)
-        if (file := socket_file(self.endpoint)) is not None:
-            file.unlink(missing_ok=True)
+        # A successor that listens at the same path has replaced the file.
+        if self._file is not None and _inode(self._file) == self._bound:
+            self._file.unlink(missing_ok=True)
 
     def _take(self, frames: list[bytes], key: str, descriptor: int, now: float) -> list[tuple[str, Message]]:
         """The messages of a frame for the caller, if any. Raises _Dropped."""
@@ -307,6 +335,9 @@ class Server:
         except MessageError as error:
             raise _Dropped("malformed", name, str(error)) from error
         if connection is None:
+            waits = frames[0] in (identity for identity, _ in self._waiting.values())
+            if waits or (frames[0] in self._asked and not isinstance(message, Hello)):
+                return []
             greeted = self._greet(frames[0], key, name, sequence, message, now)
             self._listener.know(descriptor)
             return greeted
@@ -399,9 +430,14 @@ class Server:
         said = f"Hello of {message.peer}, pid {message.pid}"
         before = of.get(message.peer)
         if before is not None and not (message.again and _begun_again(before, message, host)):
+            if message.role == "agent":
+                self._waiting[message.peer] = identity, message.again
+                said += " (it waits)"
             raise _Dropped("duplicate", name, f"{said}, but it is here already")
         # The run has gone on without this process: a successor of that name may be starting.
         if before is None and message.again and (message.peer, beats) in self._greeted:
+            if message.role == "agent":
+                self._reply(identity, GivenUp(_LOST), _LAST)
             raise _Dropped("duplicate", name, f"{said}, which was here before and was given up")
         name = self._spelled(message.peer, key)
         connection = _Connection(message.peer, name, message.role, host, key, identity, message.pid, sequence, sequence)
@@ -409,10 +445,24 @@ class Server:
             connection.said = before.said  # a client's numbers grow over all its connections
             self._connections.pop(before.identity, None)
         self._greeted.add((message.peer, beats))
+        self._asked.discard(identity)
         self._connections[identity] = of[message.peer] = connection
         self._grouped.clear()
         self.tracker.heard(message.peer, now)
         return [] if beats else [(message.peer, message)]
+
+
+# What an agent is told whose connection broke for so long that it was given up.
+_LOST = "its connection broke, and it was given up"
+
+
+def _inode(file: Path) -> tuple[int, int] | None:
+    """The device and number of a file; None if there is none."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _begun_again(before: _Connection, hello: Hello, host: str) -> bool:
@@ -535,4 +585,8 @@ class Client:
             self.counts["replayed"] += 1
             return None
         self._heard = sequence
+        if isinstance(message, Introduce):
+            for said in self._opening:
+                self._say(said)
+            return None
         return message

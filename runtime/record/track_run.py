@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic, sleep, time
 from typing import Any
 
 from penstock.graph.ir import Graph
@@ -96,6 +96,7 @@ class Follower:
         self._rows = RowReader(folder.metrics)
         self._memory_name = f"{FOLDER}/{name}.json"
         self._memory = make_folder(folder.path / FOLDER) / f"{name}.json"
+        self._began = time()
         self._retry_at, self._retry_s = 0.0, RETRY_S
 
     def look(self, now: float) -> None:
@@ -152,6 +153,7 @@ class Follower:
             memory = self.folder.read_json(self._memory_name, TrackerMemory) if self._memory.exists() else {}
         except RecordError as error:  # most clients know themselves what their store has of a run
             self.tell({"note": f"{error}; it goes on as in a first life"})
+        self._began = memory.get("began", self._began)
         told = self.folder.read_json("config.json", ConfigFile)
         flags, asked = told["flags"], told.get("asked", {})
         graph = Graph.from_json(self.folder.read_json("graph.json")["graph"])
@@ -170,6 +172,7 @@ class Follower:
             config=config,
             kept=memory.get("kept", {}),
             logged=memory.get("logged", -1),
+            began=self._began,
         )
         self.tracker = tracker = OPEN[self.name](run)
         self.logged = tracker.logged
@@ -182,7 +185,7 @@ class Follower:
         return tracker
 
     def _remember(self, tracker: Tracker) -> None:
-        kept = {"kept": tracker.kept, "logged": self.logged}
+        kept = {"kept": tracker.kept, "logged": self.logged, "began": self._began}
         self.folder.write_json(self._memory_name, kept)
         self.tell({"logged": self.logged})
 

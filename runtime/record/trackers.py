@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -42,7 +41,8 @@ Figures = Mapping[str, float]
 @dataclass(frozen=True)
 class TrackedRun:
     """The facts about a run that a tracker gets. `kept` is the tracker's `kept` of an earlier life of the run, and
-    `logged` the last update that was sent; empty and -1 at first. `project` is "" if the user names none."""
+    `logged` the last update that was sent; empty and -1 at first. `project` is "" if the user names none. `began` is
+    when its first life was opened, in seconds since 1970; the `time_s` of rows is added to it."""
 
     folder: Path
     id: str
@@ -51,6 +51,7 @@ class TrackedRun:
     config: Mapping[str, Any]
     kept: Mapping[str, str]
     logged: int
+    began: float
 
 
 class Tracker(Protocol):
@@ -118,6 +119,7 @@ class TensorBoard:
             old.unlink()
         self.where, self.logged = str(path), -1
         self.kept: dict[str, str] = {}
+        self._began, self._time_s = run.began, 0.0
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         # By the descriptor's number: TensorBoard takes no path that is not UTF-8.
@@ -128,11 +130,14 @@ class TensorBoard:
         self._write(0, [self._summary.Value(tag="config", tensor=table, metadata=metadata)])
 
     def log(self, update: int, figures: Figures) -> None:
+        # Not the time of this call: a client that opens late, or anew in a later life, writes many rows at once.
+        self._time_s = figures.get("time_s", self._time_s)
         self._write(update, [self._summary.Value(tag=name, simple_value=value) for name, value in figures.items()])
         self._writer.flush()
 
     def _write(self, update: int, values: list[Any]) -> None:
-        self._writer.add_event(self._event(wall_time=time.time(), step=update, summary=self._summary(value=values)))
+        summary = self._summary(value=values)
+        self._writer.add_event(self._event(wall_time=self._began + self._time_s, step=update, summary=summary))
 
     def close(self, status: str, update: int, figures: Figures, report: Path | None) -> None:
         self.log(update, figures)
@@ -224,6 +229,7 @@ class MLflow:
         from mlflow.entities import Metric, Param
 
         self._metric = Metric
+        self._began, self._time_s = run.began, 0.0
         if (store := run.kept.get("store")) and "MLFLOW_TRACKING_URI" not in os.environ:
             mlflow.set_tracking_uri(store)
         store = mlflow.get_tracking_uri()
@@ -259,8 +265,9 @@ class MLflow:
         return re.sub(r"[^\w\-./ ]", "_", name)
 
     def log(self, update: int, figures: Figures) -> None:
-        now = int(1000 * time.time())
-        metrics = [self._metric(self._named(name), value, now, update) for name, value in figures.items()]
+        self._time_s = figures.get("time_s", self._time_s)
+        made = int(1000 * (self._began + self._time_s))
+        metrics = [self._metric(self._named(name), value, made, update) for name, value in figures.items()]
         # The version goes last: a later life reads from it which updates are complete.
         metrics.sort(key=lambda metric: bool(metric.key == "version"))
         for at in range(0, len(metrics), self.METRICS):

@@ -83,7 +83,7 @@ class Summary(TypedDict):
     retried: NotRequired[Count]
     """firings that failed and were tried again"""
     wall_s: NotRequired[Annotated[float, Meta(ge=0, le=LARGEST)]]
-    """seconds of all lives of the run, without the time between them"""
+    """seconds of all lives: from the controller's start, or of the command of one that was killed"""
     command_s: NotRequired[Annotated[float, Meta(ge=0, le=LARGEST)]]
     """seconds of the last command, which ran or resumed it"""
     measured: NotRequired[list[dict[str, Number]] | dict[str, Number]]
@@ -154,6 +154,7 @@ class TrackerMemory(TypedDict):
 
     kept: dict[str, Text]
     logged: Annotated[int, Meta(ge=-1, le=1 << 53)]
+    began: NotRequired[Number]
 
 
 class NoteLine(TypedDict):

@@ -137,7 +137,7 @@ def test_a_run_may_lie_under_a_path_that_is_no_utf8(processes: Processes, tmp_pa
     tensors, facts = kept.tensors(), kept.facts
     assert (tensors["a"].tolist(), facts) == ([1.0, 1.0], {"b": 1})
     if not lacks("tensorboard"):
-        board = TensorBoard(TrackedRun(path, "0123", "run", "", {}, {}, -1))
+        board = TensorBoard(TrackedRun(path, "0123", "run", "", {}, {}, -1, 0.0))
         board.log(0, {"loss": 0.5})
         board.close("done", 0, {}, None)
         assert [p.stat().st_size > 0 for p in (path / "tensorboard").iterdir()] == [True]

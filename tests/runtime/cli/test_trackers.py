@@ -143,7 +143,10 @@ def in_tensorboard(life: Life) -> Stored:
     figures = {name: events.Scalars(name)[-1].value for name in ("accuracy_before", "accuracy_after")}
     assert events.Scalars("right_in_4_after")[-1].value == 0.5
     assert [e.value for e in events.Scalars("pools/trainer/busy")] == [0.25 for _ in events.Scalars("loss")]
-    return [(e.step, e.value) for e in events.Scalars("loss")], config, figures, None
+    losses = events.Scalars("loss")
+    # The time of a row is the run's, however late the client has written it.
+    assert [round(e.wall_time - losses[0].wall_time, 3) for e in losses] == [e.step - losses[0].step for e in losses]
+    return [(e.step, e.value) for e in losses], config, figures, None
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
@@ -213,7 +216,9 @@ def in_mlflow(life: Life) -> Stored:
     assert client.get_experiment(run.info.experiment_id).name == "arith"
     figures = {name: run.data.metrics[name] for name in ("accuracy_before", "accuracy_after")}
     report = Path(client.download_artifacts(at["id"], "report.html")).read_text()
-    losses = [(one.step, one.value) for one in client.get_metric_history(at["id"], "loss")]
+    history = client.get_metric_history(at["id"], "loss")
+    losses = [(one.step, one.value) for one in history]
+    assert [one.timestamp - history[0].timestamp for one in history] == [1000 * one.step for one in history]
     return losses, run.data.params | run.data.tags, figures, report
 
 

@@ -45,6 +45,7 @@ from tests.gates.running import (
     toy_flags,
     until,
 )
+from tests.halt import halt
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -194,6 +195,34 @@ def test_a_host_may_come_late_leave_and_come_back(tmp_path: Path) -> None:
             running.interrupt()
             assert running.wait() == 130, running.errors
     assert comings(folder) == [("generator/1", event) for event in ("joined", "lost", "joined")]
+    updates = summary(folder)["updates"]
+    bits = undisturbed(tmp_path / "u", "toy", {"lag": LAG, **delays()}, updates)
+    assert_as_if_nothing_had_happened(folder, updates, bits)
+
+
+@pytest.mark.slow
+def test_a_hosts_agent_that_is_killed_has_a_successor_at_once_and_one_that_was_stopped_ends(tmp_path: Path) -> None:
+    options = {"lag": LAG, **delays(generate=100.0, update=20.0)}
+    flags = toy_flags(updates=ENDLESS, grace=60.0, **PINNED)
+    folder = make_run(tmp_path / "r", "toy", options, flags, generators=2, cluster=THREE)
+    with Running(folder) as running, agent_of(running, "b"), agent_of(running, "c") as first:
+        running.until_update(2)
+        first.kill()
+        first.wait()
+        with agent_of(running, "c") as second:
+            until_again(running, "generator/1", 1, where=" rank 0 on host c")
+            running.until_update(num_rows(folder) + 3)
+            halt(second)
+            running.until_line(lambda line: "no heartbeat" in line.get("text", ""), "its silence was noticed")
+            with agent_of(running, "c"):
+                until_again(running, "generator/1", 2, where=" rank 0 on host c")
+                second.send_signal(signal.SIGCONT)
+                assert second.wait(60) == 1
+                # Its end has not taken the socket of its successor, whose ranks still find it.
+                os.kill(running.until_ready()["pools"]["generator"][1], signal.SIGKILL)
+                until_again(running, "generator/1", 3, where=" rank 0 on host c")
+                running.interrupt()
+                assert running.wait() == 130, running.errors
     updates = summary(folder)["updates"]
     bits = undisturbed(tmp_path / "u", "toy", {"lag": LAG, **delays()}, updates)
     assert_as_if_nothing_had_happened(folder, updates, bits)

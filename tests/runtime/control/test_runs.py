@@ -45,6 +45,7 @@ from penstock.runtime.record.metrics import read_rows
 from penstock.runtime.report.run_history import read_facts
 from penstock.runtime.schedule.compile import Rules
 from penstock.runtime.schedule.events import Arrived, Begin, Commit, Done, Fire, Published, ReplicaLost, Send, Swapped
+from penstock.runtime.schedule.replay import SegmentOrigin
 from penstock.runtime.tensor.checkpoint import CheckpointShard
 from penstock.runtime.tensor.quantise import ConversionError
 from penstock.runtime.tensor.shm import ObjectRef
@@ -469,6 +470,23 @@ def test_who_was_lost_stands_in_the_summary_of_every_later_life_by_the_runs_time
         lost = folder.read_json("summary.json")["replicas"]
         assert [one["time_s"] for one in lost] == [pytest.approx(elapsed + 1.5, abs=1e-3)] * life
         cut = latest_checkpoint(folder)
+
+
+@pytest.mark.parametrize(("absent", "events"), [((), ["lost", "joined"]), (("generator/0",), ["lost"])])
+def test_who_was_lost_is_there_again_in_a_later_life_that_begins_with_it(
+    folder: RunFolder, absent: tuple[str, ...], events: list[str]
+) -> None:
+    run(folder)
+    cut, config = latest_checkpoint(folder), RunConfig.load(folder)
+    assert cut is not None
+    cut = replace(
+        cut, figures={**cut.figures, "replicas": [{"replica": "generator/0", "event": "lost", "time_s": 0.5}]}
+    )
+    recorder = RunRecorder(folder, config, lambda line: None, 100.0, cut)
+    rules = config.rules(cut.update)
+    recorder.open_stage(SegmentOrigin("train", config.graph, config.plan, rules, cut.cut, absent=absent), 100.0)
+    recorder.finish(102.0, "stopped", "")
+    assert [one["event"] for one in folder.read_json("summary.json")["replicas"]] == events
 
 
 def test_a_resume_that_is_stopped_before_a_group_is_done_writes_no_checkpoint_again(folder: RunFolder) -> None:

@@ -29,6 +29,7 @@ from penstock.runtime.control.messages import (
     AgentReady,
     BoardValues,
     Exited,
+    GivenUp,
     Goodbye,
     Heartbeat,
     Hello,
@@ -555,6 +556,45 @@ def test_a_process_that_was_given_up_does_not_come_in_the_way_of_its_successor(b
     second.hello(sequence=1)
     second.say(pack(RESULTS, 2))
     assert b.wait_for(3)[2] == ("generator/0:0", RESULTS)
+
+
+@pytest.mark.parametrize("endpoint", ["", TCP])
+def test_an_agent_that_comes_before_its_predecessor_is_given_up_waits_and_is_heard_then(b: Bench) -> None:
+    first, second = (b.stack.enter_context(closing(Client(b.join("b"), "agent", "b"))) for _ in range(2))
+    b.wait_for_count("duplicate")
+    (_, hello), came = b.wait_for(1)[0], AgentReady("b", 1)
+    assert isinstance(hello, Hello)
+    second.send(came)
+    second.send(Heartbeat())
+    b.server.forget("agent:b")
+    until(lambda: second.receive(0.02) or b.hear() is None or len(b.heard) >= 3)
+    assert b.heard[1:] == [("agent:b", hello), ("agent:b", came)]
+    assert b.server.send("agent:b", Goodbye("to the second"))
+    assert until(lambda: second.receive(0.1)) == [Goodbye("to the second")]
+    assert (first.receive(0.0), b.server.counts) == ([], {"duplicate": 1})
+
+
+@pytest.mark.parametrize("endpoint", [TCP])
+def test_an_agent_that_was_given_up_while_it_had_no_connection_is_told_when_it_has(b: Bench) -> None:
+    agent = b.stack.enter_context(closing(Client(b.join("b"), "agent", "b")))
+    b.wait_for(1)
+    assert b.server.send("agent:b", Goodbye("first"))
+    assert until(lambda: agent.receive(0.1)) == [Goodbye("first")]
+    b.server.forget("agent:b")
+    cut(b)
+    told = until(lambda: b.hear() or agent.receive(0.05))
+    assert [type(message) for message in told] == [GivenUp]
+    assert b.server.peers == ()
+
+
+def test_a_server_that_ends_leaves_the_socket_of_its_successor(tmp_path: Path) -> None:
+    keys = Keys.make("t1", ipc_endpoint(tmp_path), ["local"])
+    first = Server(keys.server, RANKS)
+    with closing(Server(keys.server, RANKS)) as second:
+        first.close()
+        with closing(Client(keys.join("local", second.endpoint, tmp_path), "rank", "generator/0")):
+            until(lambda: second.receive(0.05))
+    assert not [path for path in tmp_path.iterdir() if path.is_socket()]
 
 
 def test_only_the_process_that_has_said_nothing_but_hello_may_say_it_again(b: Bench) -> None:
