@@ -325,6 +325,8 @@ def test_an_agent_with_a_ticket_that_comes_late_takes_a_free_slot_and_so_does_th
         assert run.wait(DEADLINE_S) == 75
     assert comings(folder) == [("generator/1", event) for event in ("joined", "lost", "joined")]
     said = penstock("watch", str(folder), "--once")
+    assert not (folder / "report.html").exists()  # the run was preempted
+    assert penstock("report", str(folder)).returncode == 0
     assert "generator/1 lost" in (folder / "report.html").read_text()
     assert ("generator/1 rank 0 on host agent-2 is lost" in said.stdout, said.returncode) == (True, 0)
     updates = summary(folder)["updates"]
