@@ -16,7 +16,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from penstock.runtime.control.listener import raise_descriptors
+from penstock.runtime.control.listener import WireError, raise_descriptors
 from penstock.runtime.control.messages import EXIT_EXPLAINED, Goodbye, Note, Order, Ready, Result, Results, Setup
 from penstock.runtime.control.process import RAISED, keep_freed_memory, serve_forks, told
 from penstock.runtime.control.rendezvous import HeartbeatThread
@@ -79,7 +79,9 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Heartbeat
     except RAISED as error:
         traceback.print_exc()
         unreadable = isinstance(error, UnreadableError)
-        client.send(Note("error", f"{name} could not start:\n{told(error)}", unreadable))
+        # An address or a port that cannot be had is the cluster file's fault or the machine's: the log has the traceback.
+        why = str(error.strerror) if isinstance(error, WireError) else told(error)
+        client.send(Note("error", f"{name} could not start:\n{why}", unreadable))
         return EXIT_EXPLAINED
     pulse.doing = lambda: str(rank.executor.doing)
     try:

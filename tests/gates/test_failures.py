@@ -236,6 +236,13 @@ def test_a_reward_function_that_raises_fails_the_run_with_its_traceback(tmp_path
     assert len(rows(folder)) < 2  # group 5 belongs to the second update, which did not end
 
 
+def test_an_address_that_a_host_does_not_have_is_said_in_a_line(tmp_path: Path) -> None:
+    hosts = Host(name="a", cores=1), Host(name="b", cores=1, address="192.0.2.1")
+    cluster = Cluster(hosts=hosts, pools={"generator": ("b",)})
+    errors, _ = run_to_failure(long_run(tmp_path / "r", cluster=cluster))
+    assert ("192.0.2.1" in errors, "host b" in errors, "Traceback" in errors) == (True, True, False)
+
+
 @pytest.mark.slow
 def test_a_full_disk_at_a_checkpoint_is_said_with_its_traceback_by_the_rank(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "r", f"{FAULTS}spoils", {"spoil": "disk"}, toy_flags(updates=1, batch=2))
