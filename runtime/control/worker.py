@@ -79,7 +79,7 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Heartbeat
     except RAISED as error:
         traceback.print_exc()
         unreadable = isinstance(error, UnreadableError)
-        # An address or a port that cannot be had is the cluster file's fault or the machine's: the log has the traceback.
+        # For an address or a port that cannot be had, the log has the traceback.
         why = str(error.strerror) if isinstance(error, WireError) else told(error)
         client.send(Note("error", f"{name} could not start:\n{why}", unreadable))
         return EXIT_EXPLAINED
