@@ -76,7 +76,7 @@ class Source(Protocol):
     """A stream of inputs by ordinal: a pure function of the ordinal, so that nothing is lost on resume."""
 
     def read(self, ordinal: int) -> Any:
-        """The value of group `ordinal`, which a run makes the ordinal of all its rows."""
+        """The value of group `ordinal`, the ordinal of its prompts in a run, whatever the source calls them."""
 
 
 @runtime_checkable

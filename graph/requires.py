@@ -226,11 +226,11 @@ class Call:
         return self._source(self._inputs.get(name))
 
     def prompts(self, name: str) -> int:
-        """How many prompts a group of the rewards or rollouts has that an input is: the rows of the first value of the
+        """How many prompts a group of the rewards or rollouts has that an input is: those of the first value of the
         source that was sampled from. 1 if no node samples from a source, and if the graph is not checked for a run."""
         read = [self._source(item.ref) for step in self.behind(name) for item in self.view.nodes[step].inputs]
         firsts = [source.read(0) for source in read if source is not None]
-        return max((len(first) for first in firsts if isinstance(first, Prompts)), default=1)
+        return max((len({*first.texts}) for first in firsts if isinstance(first, Prompts)), default=1)
 
     def _source(self, ref: Ref | None) -> Source | None:
         seen = set[Ref]()

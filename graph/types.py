@@ -9,6 +9,7 @@ worker that holds it, and the `pool` label it belongs to by default.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
 from typing import Any, ClassVar, Self, TypeVar
@@ -253,14 +254,16 @@ class Prompts(Batchable):
 
 
 def read_group(source: Source, ordinal: int) -> Any:
-    """The value of group `ordinal`. All its rows get this ordinal, whatever the source calls them.
+    """The value of group `ordinal`. Rows of prompts and of rollouts get this ordinal, whatever the source calls them.
 
     Draws are keyed by it, and rows are compared within it. The row numbers of data that begin again would have every
     epoch draw the same responses, and join the groups of two visits.
     """
     value = source.read(ordinal)
-    otherwise = isinstance(value, Batchable) and any(row != ordinal for row in getattr(value, "ordinals", ()))
-    return replace(value, ordinals=(ordinal,) * len(value)) if otherwise else value
+    if isinstance(value, Prompts | Rollouts):
+        value = copy(value)  # the source may keep its own
+        value.ordinals = (ordinal,) * len(value)
+    return value
 
 
 @dataclass

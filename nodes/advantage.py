@@ -17,7 +17,7 @@ from penstock.graph import node, requires
 from penstock.graph.requires import Call
 from penstock.graph.types import Advantages, Mean, Metrics, Prefixes, Rewards, Rollouts, TokenAdvantages
 from penstock.nodes.learn.batching import group_rows, of_its_rows, sampled_mask
-from penstock.nodes.learn.losses import segment_lengths, segment_max, segment_mean
+from penstock.nodes.learn.losses import segment_lengths, segment_max, segment_mean, segment_sum
 
 
 def uniform_groups(rewards_N: Tensor, group_N: Tensor) -> Tensor:
@@ -175,7 +175,11 @@ def vine_advantage(
     of_K = torch.tensor([places[key] for key in continued], dtype=torch.long)
     outcomes_K = torch.as_tensor(outcomes.values_N, dtype=torch.float32)
     states_M = segment_mean(outcomes_K, of_K, len(places)) if places else outcomes_K
-    others_N = values_N - rloo_advantages(values_N, group_rows(rollouts.groups))
+    group_N = group_rows(rollouts.groups)
+    lengths_N = segment_lengths(group_N)[group_N]
+    if int(lengths_N.min()) < 2:
+        raise ValueError(f"vine_advantage: given 1 sample for a prompt, needed {OTHERS}")
+    others_N = (segment_sum(values_N, group_N)[group_N] - values_N) / (lengths_N - 1)
     advantages_NT = torch.zeros(rollouts.versions_NT.shape, dtype=torch.float32)
     cuts, before = defaultdict[tuple[int, int], list[int]](list), Counter[int]()
     for m, place in enumerate(zip(prefixes.ordinals, prefixes.rows_N.tolist(), strict=True)):
@@ -242,7 +246,9 @@ def _groups(values_N: Tensor, rollouts: Rollouts | None, by: By | None) -> Tenso
     named = [None] * len(rollouts) if by is None else by(rollouts)
     # Elements of a tensor compare equal only as plain numbers.
     names = [name.item() if hasattr(name, "item") else name for name in named]
-    if len(names) != len(values_N) or len(rollouts) != len(values_N):
+    if len(rollouts) != len(values_N):
+        raise ValueError(f"advantage: given {len(values_N)} rewards of {len(rollouts)} rollouts, needed one for each")
+    if len(names) != len(values_N):
         given = f"by={getattr(by, '__name__', repr(by))}: given {len(names)} names of sub-groups"
         raise ValueError(f"{given}, needed {len(values_N)}, one for each row")
     return group_rows(list(zip(rollouts.groups, prefixes, names, strict=True)))

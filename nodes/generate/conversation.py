@@ -245,8 +245,12 @@ class SampledGroup:
         if twice := [f"{number} of group {ordinal}" for ordinal, number in named if named.count((ordinal, number)) > 1]:
             needed = "a number for each of a group, 0 or more: it keys the draws"
             raise ValueError(f"{where}: given prefix {twice[0]} twice, needed {needed}")
-        of = [prompts.ordinals.index(ordinal) for ordinal in prefixes.ordinals]
-        encoded = {index: tokenizer.encode_prompt(prompts.texts[index]) for index in set(of)}
+        encoded = [tokenizer.encode_prompt(text) for text in prompts.texts]
+        # A group may have several prompts: the one that the prefix begins with, else any of its group, to be refused.
+        of = [
+            max(range(len(prompts)), key=lambda n: (prompts.ordinals[n] == ordinal, encoded[n] == row.prompt, -n))
+            for ordinal, row in zip(prefixes.ordinals, begun, strict=True)
+        ]
         for (ordinal, number), index, row in zip(named, of, begun, strict=True):
             said = row.earlier_segments.tokens.tolist()
             place = f"generate, group {ordinal}, prefix {number}"

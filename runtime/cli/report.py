@@ -42,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
     if flags.json:
         print(json.dumps({**figures(report), "report": str(path)}))
     else:
-        error, how = report.facts.error, "was" if report.facts.was_stopped else "failed:"
-        why = [f"The run {how} {error}"] if error else []
+        error, how = report.facts.error, "was stopped" if report.facts.was_stopped else "failed"
+        why = [f"The run {how}: {error}"] if error else []
         notes = [f"note: {note}" for note in report.facts.notes]
         print(visible("\n".join([*why, report.verdict, *notes, f"report {path}"])))
     return 0

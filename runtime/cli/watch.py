@@ -121,8 +121,9 @@ def watch_in_terminal(folder: RunFolder, *, plain: bool, once: bool) -> int:
     if picture:
         console = Console()
         console.print(dashboard(display.progress, shown, console.width, watched.seconds))
+    how = "the run was stopped: " if display.progress.stage == "stopped" else ""
     for error in () if alive else display.progress.errors:
-        print(visible(f"penstock watch: the run ended: {error}"), file=sys.stderr)
+        print(visible(f"penstock watch: {how}{error}"), file=sys.stderr)
     if not (picture or alive):
         summary = watched.summary()
         if summary is not None and "command_s" in summary:

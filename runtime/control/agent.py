@@ -53,6 +53,7 @@ from penstock.runtime.control.messages import (
     Leaving,
     Message,
     Note,
+    Waits,
     rank_peer,
     signal_name,
 )
@@ -211,6 +212,9 @@ class Agent:
                         self.again = message.lost and self._join.again
                         self._await_ends(LEAVE_S)  # ranks get goodbyes of their own
                         return ""
+                    if isinstance(message, Waits):
+                        other = f"another agent of host {self._join.host}, process {message.pid}, counts as alive"
+                        print(visible(f"penstock agent: {other}; waiting until it is given up"), file=sys.stderr)
                     if isinstance(message, GivenUp):
                         needed = "needed another agent on this host, if the run is to use it again"
                         return f"the run goes on without this agent: {message.reason}; {needed}"

@@ -130,12 +130,14 @@ def serve_ticket(
             try:
                 path.unlink(missing_ok=True)  # left by an agent that was killed
                 join.write(path)
+                own = _mark(path)
             except OSError as error:
                 raise NoSlot(str(disk_fault(path, error))) from None
             try:
                 status, again = serve_once(path, grace=grace)
             finally:
-                path.unlink(missing_ok=True)
+                if _mark(path) == own:  # an agent that was given up may end after its successor has come
+                    path.unlink(missing_ok=True)
             if not again:
                 return PREEMPTED if requeue and status == FAILED else status
             tell("the run has lost a process and goes on by itself; enrolling again")

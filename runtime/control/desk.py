@@ -27,6 +27,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from hmac import compare_digest
+from math import inf
 from pathlib import Path
 from secrets import token_hex
 from time import monotonic, sleep, time
@@ -293,7 +294,7 @@ class Desk:
         with self._lock:
             own = self._slots[slot]
             if own.agent is not None and own.life == life:
-                own.missed.append(monotonic())
+                own.missed.append(inf)  # it may only have been stopped, and end much later
                 self._leave(own)
                 self._fill()
         self._wake()

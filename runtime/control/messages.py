@@ -5,8 +5,8 @@ A frame is MessagePack of [PROTOCOL, sequence, [class name, fields…]]. A *peer
 
 - A rank: Hello, Setup, Ready, then Orders and Results until Goodbye.
 - An agent: Hello, AgentReady, then a Launch for each of its ranks and an Exited for each that ends, until Goodbye;
-  Leaving, if its host is taken away. An End asks it to kill a rank. GivenUp ends an agent that counts as dead, and
-  Introduce lets its successor begin.
+  Leaving, if its host is taken away. An End asks it to kill a rank. GivenUp ends an agent that counts as dead. Waits
+  tells another process of its name to wait, and Introduce to begin.
 - Between hosts an agent forwards the messages of its ranks, several at once as RankMessages. A message to several of
   its ranks comes once, as a Delivery. SignsOfLife reports the state of the ranks (see `relay`).
 - Ranks that form a process group use the controller's key-value store by Post, Count and Look; BoardValues is the
@@ -271,6 +271,12 @@ class GivenUp(Packable, frozen=True):
     reason: str
 
 
+class Waits(Packable, frozen=True):
+    """Another process of this agent's name is there, with this `pid`: this one waits until it is gone."""
+
+    pid: int
+
+
 class Introduce(Packable, frozen=True):
     """Say Hello again: the process is gone that had this name."""
 
@@ -327,7 +333,7 @@ ToController = (
     | Question
     | RankMessages
 )
-Message = ToController | Setup | Order | BoardValues | Goodbye | GivenUp | Introduce | Launch | End | Delivery
+Message = ToController | Setup | Order | BoardValues | Goodbye | GivenUp | Waits | Introduce | Launch | End | Delivery
 
 # The exit status of a rank that has sent a `Note` with the reason of its end.
 EXIT_EXPLAINED = 3

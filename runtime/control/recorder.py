@@ -186,8 +186,9 @@ class RunRecorder:
     def open_stage(self, origin: SegmentOrigin, now: float) -> None:
         self.log.stage({**origin.to_json(), "accuracy": self.accuracy})
         # Replicas that an earlier life has lost are there again, unless the stage begins without them.
+        present = {replica.name for replica in origin.plan.replicas} - {*origin.absent}
         for replica, event in {one["replica"]: one["event"] for one in self.replicas}.items():
-            if event == "lost" and replica not in origin.absent:
+            if event == "lost" and replica in present:
                 self._note_replica(replica, "joined", now)
         name = origin.stage
         # For displays: a program that changes no value only measures.

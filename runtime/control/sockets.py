@@ -10,8 +10,8 @@ it is the host that it claims. A host may send Hello for its own agent and for t
 message beyond that, or beyond `rights`, is counted as "unauthorised"; notes or questions beyond a peer's limits are
 counted as "excessive".
 
-A second process of an agent's name waits until the first is forgotten; then it is asked to introduce itself. An agent
-that comes back after it was forgotten is told so, since its successor may be there.
+Another process of an agent's name is told to wait until the first is forgotten; then it is asked to introduce itself.
+An agent that comes back after it was forgotten is told so, since its successor may be there.
 
 A rank has a connection of its own, or its agent forwards its messages (`relay`); then the agent watches its heartbeat.
 """
@@ -51,6 +51,7 @@ from penstock.runtime.control.messages import (
     RankMessages,
     Ready,
     SignsOfLife,
+    Waits,
     framed,
     pack,
     pack_message,
@@ -81,8 +82,10 @@ FLUSH_S = 0.5
 # seconds. While only heartbeats come, which all hosts send at the same moment, it is `BURST_S`.
 MANY_HOSTS, GATHER_S, WORK_SHARE, BURST_S = 32, 0.002, 10, 0.01
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
-# The numbers of the frames to a connection before its Hello is accepted, and of the last one to one that is given up.
-_FIRST, _LAST = 1, 1 << 62
+# The number of the last frame to a process that is given up: more than any that it has heard.
+_LAST = 1 << 62
+# Most agents that wait for another process of their name to be forgotten.
+MAX_WAITING_AGENTS = 64
 # The kinds of dropped frames that an agent may report.
 DROPPED = ("malformed", "oversized", "unknown", "replayed", "unexpected", "unauthorised", "duplicate", "excessive")
 
@@ -120,7 +123,7 @@ class _Connection:
     pid: int
     hello: int
     heard: int
-    said: int = _FIRST
+    said: int
 
 
 def connections(ranks: Mapping[str, str], endpoint: str) -> int:
@@ -156,12 +159,12 @@ class Server:
         # Sets of peers that are sent the same message, split by connection. Valid until a route changes.
         self._grouped: dict[tuple[str, ...], list[tuple[_Connection | None, tuple[str, ...]]]] = {}
         self._silent: dict[str, str] = {}  # silent ranks, and the agent that reported each
-        # Peers that have ever sent Hello, and whether on their heartbeat's socket. `forget` leaves them here.
-        self._greeted: set[tuple[str, bool]] = set()
-        # By agent: the connection of another process of its name, and whether that one has lost an earlier connection.
-        self._waiting: dict[str, tuple[bytes, bool]] = {}
-        # The connections that were asked to introduce themselves, and have not done so.
-        self._asked: set[bytes] = set()
+        # Peers that have ever sent Hello, whether on their heartbeat's socket, and their pids; `forget` keeps them.
+        self._greeted: set[tuple[str, bool, int]] = set()
+        # By connection: the agents that wait, and whether they have lost a connection of their own, with messages. An
+        # agent is "" once it has been asked to introduce itself.
+        self._waiting: dict[bytes, tuple[str, bool]] = {}
+        self._replies = count(1)
         keys = None
         if not server_keys.endpoint.startswith("ipc://"):
             if not (server_keys.secret and server_keys.allowed):
@@ -295,13 +298,24 @@ class Server:
         self.tracker.forget(peer)
         self.doing.pop(peer, None)
         self._connections = {i: c for i, c in self._connections.items() if c.peer != peer}
-        if (waiting := self._waiting.pop(peer, None)) is not None:
-            identity, again = waiting
-            if again:
+        for identity, (agent, lost) in [*self._waiting.items()]:
+            if agent == peer and lost:
+                del self._waiting[identity]
                 self._reply(identity, GivenUp(_LOST), _LAST)
-            else:
-                self._asked.add(identity)
-                self._reply(identity, Introduce(), _FIRST)
+            elif agent == peer:
+                self._waiting[identity] = "", False
+                self._reply(identity, Introduce(), next(self._replies))
+
+    def _wait(self, hello: Hello, identity: bytes, before: _Connection) -> None:
+        """Let an agent wait until the other process of its name is forgotten. Of too many, the oldest is left out."""
+        # A pid alone is no proof: in containers, each agent may have the same one.
+        lost = hello.again and hello.pid == before.pid
+        self._waiting.pop(identity, None)
+        self._waiting[identity] = hello.peer, lost
+        if len(self._waiting) > MAX_WAITING_AGENTS:
+            del self._waiting[next(iter(self._waiting))]
+        if not lost:
+            self._reply(identity, Waits(before.pid), next(self._replies))
 
     def _reply(self, identity: bytes, message: Message, number: int) -> None:
         """Send a message to a connection that is no peer's, if it is still there."""
@@ -335,8 +349,7 @@ class Server:
         except MessageError as error:
             raise _Dropped("malformed", name, str(error)) from error
         if connection is None:
-            waits = frames[0] in (identity for identity, _ in self._waiting.values())
-            if waits or (frames[0] in self._asked and not isinstance(message, Hello)):
+            if frames[0] in self._waiting and not isinstance(message, Hello):
                 return []
             greeted = self._greet(frames[0], key, name, sequence, message, now)
             self._listener.know(descriptor)
@@ -384,7 +397,7 @@ class Server:
                 raise _Dropped("unauthorised", name, f"Hello of {message.peer}, handed on as that of {peer}")
             if known is not None and not (message.again and known is agent):
                 raise _Dropped("duplicate", name, f"Hello of {peer}, pid {message.pid}, but it is here already")
-            self._greeted.add((peer, False))
+            self._greeted.add((peer, False, message.pid))
             self._routes[peer] = agent
             self._grouped.clear()
             return peer, message
@@ -431,21 +444,25 @@ class Server:
         before = of.get(message.peer)
         if before is not None and not (message.again and _begun_again(before, message, host)):
             if message.role == "agent":
-                self._waiting[message.peer] = identity, message.again
+                self._wait(message, identity, before)
                 said += " (it waits)"
             raise _Dropped("duplicate", name, f"{said}, but it is here already")
         # The run has gone on without this process: a successor of that name may be starting.
-        if before is None and message.again and (message.peer, beats) in self._greeted:
+        greeted = (message.peer, beats, message.pid)
+        if before is None and message.again and greeted in self._greeted:
             if message.role == "agent":
                 self._reply(identity, GivenUp(_LOST), _LAST)
             raise _Dropped("duplicate", name, f"{said}, which was here before and was given up")
         name = self._spelled(message.peer, key)
-        connection = _Connection(message.peer, name, message.role, host, key, identity, message.pid, sequence, sequence)
+        # A client's numbers grow over all its connections, and after what it was told before.
+        said_so_far = before.said if before is not None else next(self._replies)
+        connection = _Connection(
+            message.peer, name, message.role, host, key, identity, message.pid, sequence, sequence, said_so_far
+        )
         if before is not None:
-            connection.said = before.said  # a client's numbers grow over all its connections
             self._connections.pop(before.identity, None)
-        self._greeted.add((message.peer, beats))
-        self._asked.discard(identity)
+        self._greeted.add(greeted)
+        self._waiting.pop(identity, None)
         self._connections[identity] = of[message.peer] = connection
         self._grouped.clear()
         self.tracker.heard(message.peer, now)

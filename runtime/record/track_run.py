@@ -96,7 +96,7 @@ class Follower:
         self._rows = RowReader(folder.metrics)
         self._memory_name = f"{FOLDER}/{name}.json"
         self._memory = make_folder(folder.path / FOLDER) / f"{name}.json"
-        self._began = time()
+        self._began = 0.0
         self._retry_at, self._retry_s = 0.0, RETRY_S
 
     def look(self, now: float) -> None:
@@ -153,7 +153,7 @@ class Follower:
             memory = self.folder.read_json(self._memory_name, TrackerMemory) if self._memory.exists() else {}
         except RecordError as error:  # most clients know themselves what their store has of a run
             self.tell({"note": f"{error}; it goes on as in a first life"})
-        self._began = memory.get("began", self._began)
+        self._began = memory.get("began") or self._first_row_began()
         told = self.folder.read_json("config.json", ConfigFile)
         flags, asked = told["flags"], told.get("asked", {})
         graph = Graph.from_json(self.folder.read_json("graph.json")["graph"])
@@ -183,6 +183,11 @@ class Follower:
         self._remember(tracker)
         self.tell({"where": without_secrets(tracker.where)})
         return tracker
+
+    def _first_row_began(self) -> float:
+        """When the run began, by the newest row: as if it had been made just now, and without pauses between lives."""
+        newest = [rows[-1] for rows in RowReader(self.folder.metrics).unread() if rows]
+        return time() - float(newest[-1].get("time_s") or 0.0 if newest else 0.0)
 
     def _remember(self, tracker: Tracker) -> None:
         kept = {"kept": tracker.kept, "logged": self.logged, "began": self._began}

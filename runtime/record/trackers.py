@@ -42,7 +42,7 @@ Figures = Mapping[str, float]
 class TrackedRun:
     """The facts about a run that a tracker gets. `kept` is the tracker's `kept` of an earlier life of the run, and
     `logged` the last update that was sent; empty and -1 at first. `project` is "" if the user names none. `began` is
-    when its first life was opened, in seconds since 1970; the `time_s` of rows is added to it."""
+    when it began, in seconds since 1970 and without pauses between lives: a row's `time_s` is added to it."""
 
     folder: Path
     id: str

@@ -154,7 +154,7 @@ class TrackerMemory(TypedDict):
 
     kept: dict[str, Text]
     logged: Annotated[int, Meta(ge=-1, le=1 << 53)]
-    began: NotRequired[Number]
+    began: NotRequired[Annotated[float, Meta(ge=0, le=LARGEST)]]
 
 
 class NoteLine(TypedDict):

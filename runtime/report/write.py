@@ -63,11 +63,13 @@ def end_with_report(
     cluster manager is about to end this process, and nothing is drawn.
     """
     path = folder.path / REPORT
-    if in_haste:
-        return None, "not drawn: the run was preempted"
     try:
-        if stopped and os.path.getsize(folder.events) > LARGE_LOG:
-            return None, "not drawn yet: the run is long"
+        late = "not drawn: the run was preempted" if in_haste else ""
+        if not late and stopped and os.path.getsize(folder.events) > LARGE_LOG:
+            late = "not drawn yet: the run is long"
+        if late:
+            path.unlink(missing_ok=True)  # an earlier life's would be taken for this one's
+            return None, late
         limit_s = LEAST_S if stopped else min(max(SHARE_OF_RUN * wall_s, LEAST_S), MOST_S)
         write_report(folder, path, limit_s, "--out DIR")
     except (RecordError, OSError) as error:

@@ -181,6 +181,27 @@ def test_what_goes_on_may_be_cut_behind_its_prefix(context: Context) -> None:
     assert int(batch.sampled_N.sum()) == sum(int(each.sampled_N.sum()) for each in (begin(context, 1), second, third))
 
 
+def test_each_prefix_of_a_group_of_several_prompts_goes_on_with_its_own(context: Context) -> None:
+    one, other = prompts(1), prompts(2)
+    both = Prompts((7, 7), one.texts + other.texts, one.answers + other.answers)
+    engine = make_engine(context, samples=SAMPLES)
+    engine.submit(7, {"prompts": both, "behaviour": weights()})
+    ((_, (rollouts, _)),) = until_done(engine)
+    prefixes = begins(context, rollouts)
+    vines = make_engine(replace(context, node="vines"), samples=VINES)
+    vines.submit(7, {"prompts": both, "behaviour": weights(), "after": prefixes})
+    ((_, (made, _)),) = until_done(vines)
+    of = [rollouts.prompts[row] for row in prefixes.rows_N.tolist() for _ in range(VINES)]
+    assert (list(made.prompts), {*of}) == (of, {*both.texts})
+
+
+def until_done(engine: Engine) -> list[Any]:
+    done: list[Any] = []
+    while engine.busy():
+        done += engine.step()
+    return done
+
+
 def test_a_group_without_a_prefix_has_no_rows(context: Context) -> None:
     prefixes, metrics = cut.fn(begin(context, 1), at=partial(after_text, text="##"), context=context)
     made, _ = sampled(make_engine(context, samples=VINES), {1: {"after": prefixes}}, weights())[1]

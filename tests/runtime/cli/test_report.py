@@ -130,7 +130,7 @@ def test_a_killed_run_is_said_to_be_killed(folder: Path, facts: Facts) -> None:
     ("status", "why", "told", "heading"),
     [
         ("failed", "score[1] raised ScoreError: the scorer is broken", "The run failed: ", "Why it failed"),
-        ("stopped", "preempted (SIGTERM)", "The run was ", "Why it was stopped"),
+        ("stopped", "preempted (SIGTERM)", "The run was stopped: ", "Why it was stopped"),
     ],
 )
 def test_a_run_that_was_not_done_says_why(

@@ -390,6 +390,26 @@ def test_an_agent_whose_desk_falls_silent_ends_with_75_if_it_is_to_be_started_ag
     assert agent.result(PATIENCE_S) == PREEMPTED
 
 
+@pytest.mark.parametrize("succeeded", [False, True])
+def test_an_agent_that_ends_removes_its_join_file_but_not_that_of_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, succeeded: bool
+) -> None:
+    (tmp_path / "keys").mkdir()
+    keys = Keys.make("run1", "tcp://127.0.0.1:1", ["a"])
+    monkeypatch.setattr(applicant, "enrol", lambda *_: keys.join("a", "tcp://127.0.0.1:1", tmp_path))
+
+    def serve_once(path: Path, grace: float | None) -> tuple[int, bool]:
+        if succeeded:
+            text = path.read_text()
+            path.unlink()
+            path.write_text(text)
+        return 0, False
+
+    monkeypatch.setattr(applicant, "serve_once", serve_once)
+    assert serve_ticket(tmp_path / "ticket.json", None, "") == 0
+    assert [path.name for path in (tmp_path / "keys").iterdir()] == ["agent-a.json"] * succeeded
+
+
 # What must be equal on all hosts, and what they must share.
 
 

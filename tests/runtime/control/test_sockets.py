@@ -8,8 +8,10 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from time import monotonic
@@ -41,6 +43,7 @@ from penstock.runtime.control.messages import (
     Ready,
     Result,
     Results,
+    Waits,
     pack,
     unpack,
 )
@@ -558,20 +561,55 @@ def test_a_process_that_was_given_up_does_not_come_in_the_way_of_its_successor(b
     assert b.wait_for(3)[2] == ("generator/0:0", RESULTS)
 
 
+def turns(b: Bench, look: Callable[[], Any], *clients: Client) -> None:
+    """Let clients and the server take what comes until `look` returns something true; the clients discard it."""
+
+    def turn() -> Any:
+        for client in clients:
+            client.receive(0.02)
+        b.hear()
+        return look()
+
+    until(turn)
+
+
 @pytest.mark.parametrize("endpoint", ["", TCP])
 def test_an_agent_that_comes_before_its_predecessor_is_given_up_waits_and_is_heard_then(b: Bench) -> None:
-    first, second = (b.stack.enter_context(closing(Client(b.join("b"), "agent", "b"))) for _ in range(2))
-    b.wait_for_count("duplicate")
+    first = b.stack.enter_context(closing(Client(b.join("b"), "agent", "b")))
     (_, hello), came = b.wait_for(1)[0], AgentReady("b", 1)
+    second, third = (b.stack.enter_context(closing(Client(b.join("b"), "agent", "b"))) for _ in range(2))
+    b.wait_for_count("duplicate", 2)
     assert isinstance(hello, Hello)
-    second.send(came)
-    second.send(Heartbeat())
+    for waiting in (second, third):
+        assert until(partial(waiting.receive, 0.1)) == [Waits(os.getpid())]
+        waiting.send(came)
+        waiting.send(Heartbeat())
     b.server.forget("agent:b")
-    until(lambda: second.receive(0.02) or b.hear() is None or len(b.heard) >= 3)
-    assert b.heard[1:] == [("agent:b", hello), ("agent:b", came)]
-    assert b.server.send("agent:b", Goodbye("to the second"))
-    assert until(lambda: second.receive(0.1)) == [Goodbye("to the second")]
-    assert (first.receive(0.0), b.server.counts) == ([], {"duplicate": 1})
+    turns(b, lambda: b.server.counts["duplicate"] == 3, second, third)
+    assert b.wait_for(3)[1:] == [("agent:b", hello), ("agent:b", came)]
+    # One of the two is heard; the other waits on.
+    b.server.forget("agent:b")
+    turns(b, lambda: len(b.heard) >= 5, second, third)
+    assert b.heard[3:] == [("agent:b", hello), ("agent:b", came)]
+    assert b.server.send("agent:b", Goodbye("to the last"))
+    assert until(lambda: [*second.receive(0.05), *third.receive(0.05)]) == [Goodbye("to the last")]
+    assert (first.receive(0.0), b.server.counts) == ([], {"duplicate": 3})
+
+
+@pytest.mark.parametrize("endpoint", [TCP])
+def test_an_agent_whose_connection_breaks_while_it_waits_is_heard_all_the_same(b: Bench) -> None:
+    first = b.raw("b")
+    first.hello("b", role="agent", host="b", pid=1)
+    b.wait_for(1)
+    second = b.stack.enter_context(closing(Client(b.join("b"), "agent", "b")))
+    turns(b, lambda: b.server.counts["duplicate"], second)
+    cut(b)
+    turns(b, lambda: b.server.counts["duplicate"] >= 2, second)
+    b.server.forget("agent:b")
+    turns(b, lambda: len(b.heard) >= 2, second)
+    assert [(peer, message.pid) for peer, message in b.heard if isinstance(message, Hello)][1:] == [
+        ("agent:b", os.getpid())
+    ]
 
 
 @pytest.mark.parametrize("endpoint", [TCP])
