@@ -283,6 +283,8 @@ def _numbers(view: View) -> Iterator[Fault]:
             ("bad-count", "epochs", options.get("epochs", 1), "passes over a batch"),
             ("bad-count", "minibatches", options.get("minibatches", 1), "minibatches of whole prompt groups"),
         ):
+            if value is None:  # its annotation says whether it may be
+                continue
             if _not_whole(value, 1):
                 needed = f"a whole number of {unit}, at least 1"
                 yield Fault(code, f"{node.name}: {name}", repr(value), needed, node.where)

@@ -177,6 +177,10 @@ def _single(value: Any) -> Any:
     return value
 
 
+# What an option of a plain type needs in place of None.
+PLAIN: Mapping[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
+
+
 def mistyped(function: Callable[..., Any], options: Mapping[str, Json], what: str, where: str) -> Iterator[Fault]:
     """Yield a fault for each option that does not fit its annotation. `what` is the beginning of the message."""
     try:
@@ -192,8 +196,10 @@ def mistyped(function: Callable[..., Any], options: Mapping[str, Json], what: st
         # A text would be taken for a sequence of letters.
         if get_origin(annotation) in (tuple, list) and isinstance(given, str):
             needed = f"a list or tuple, such as [{given!r}]"
-        # A union of a function and an async one: they differ only in what they return, so check against the first.
         kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+        if given is None and (missed := [PLAIN[kind] for kind in kinds if kind in PLAIN]):
+            needed = missed[0]
+        # A union of a function and an async one: they differ only in what they return, so check against the first.
         if all(get_origin(kind) is Callable for kind in kinds):
             said, needed = _no_function(given, get_args(kinds[0])[0], (function.__kwdefaults__ or {}).get(name))
         if needed:

@@ -19,16 +19,22 @@ from penstock.graph.types import Advantages, Mean, Metrics, Prefixes, Rewards, R
 from penstock.nodes.learn.batching import group_rows, of_its_rows, sampled_mask
 from penstock.nodes.learn.losses import segment_lengths, segment_max, segment_mean, segment_sum
 
+# Rewards that differ by no more than this many units in the last place count as equal.
+ROUNDING = 4
+
 
 def uniform_groups(rewards_N: Tensor, group_N: Tensor) -> Tensor:
     """True for each group whose rewards are all equal (all right, all wrong, or a single one), bool [G]: nothing to
     learn.
 
-    Dynamic sampling drops these groups: DAPO (arXiv 2503.14476), equation 11. Compares the rewards, not their
-    deviation, which rounding keeps from being zero.
+    Dynamic sampling drops these groups: DAPO (arXiv 2503.14476), equation 11. Rewards that differ by a few units in the
+    last place are equal, since sums of the same parts in another order do: divided by the group's deviation, such a
+    difference would be as large as any other.
     """
     # By the rewards themselves: the mean of equal ones may differ from them in the last bit.
-    return segment_max(rewards_N, group_N) == -segment_max(-rewards_N, group_N)
+    most_G, least_G = segment_max(rewards_N, group_N), -segment_max(-rewards_N, group_N)
+    largest_G = torch.maximum(most_G.abs(), least_G.abs())
+    return most_G - least_G <= ROUNDING * torch.finfo(rewards_N.dtype).eps * largest_G
 
 
 def group_mean_advantages(rewards_N: Tensor, group_N: Tensor) -> Tensor:
@@ -36,7 +42,8 @@ def group_mean_advantages(rewards_N: Tensor, group_N: Tensor) -> Tensor:
 
     LlamaRL (arXiv 2505.24034), section 6; Dr. GRPO (arXiv 2503.20783), section 3.2, which is GRPO without the division.
     """
-    centred_N = rewards_N - segment_mean(rewards_N, group_N)[group_N]
+    exact_N = rewards_N.double()  # in float32, a mean of nearly equal rewards may be one of them
+    centred_N = (exact_N - segment_mean(exact_N, group_N)[group_N]).to(rewards_N.dtype)
     return centred_N.masked_fill(uniform_groups(rewards_N, group_N)[group_N], 0.0)
 
 

@@ -21,6 +21,7 @@ from penstock.graph.imports import imported, names_function, short
 from penstock.graph.requires import Call
 from penstock.graph.types import Mean, Metrics, NodeWarning, Rewards, Rollouts
 from penstock.nodes import symbolic_math
+from penstock.nodes.advantage import uniform_groups
 from penstock.nodes.data import FilePrompts
 from penstock.nodes.data_files import FINAL
 from penstock.nodes.learn.batching import of_its_rows
@@ -435,11 +436,13 @@ def _reward(by: Rule, rollouts: Rollouts, row: int) -> float:
 
 
 def mixed(rollouts: Rollouts, rewards: Rewards) -> bool:
-    """True if the rewards of a group differ. If they are all equal, there is nothing to learn.
+    """True if the rewards of a group differ, by more than rounding (`advantage.uniform_groups`). If they are all equal,
+    there is nothing to learn.
 
     For `keep`: dynamic sampling of DAPO (arXiv 2503.14476), equation 11.
     """
-    return bool((rewards.values_N[1:] != rewards.values_N[:1]).any())
+    values_N = torch.as_tensor(rewards.values_N, dtype=torch.float32)
+    return len(values_N) > 0 and not bool(uniform_groups(values_N, torch.zeros(len(values_N), dtype=torch.long)))
 
 
 def buffer_fits(call: Call) -> None:

@@ -984,3 +984,18 @@ def again(policy: FakePolicy, prompts: TwoPrompts) -> FakePolicy:
     rewards = fake_score(rollouts)
     count_groups(rollouts, group_advantage.per_update(rewards, rollouts))
     return fake_update(policy, rollouts, rewards)
+
+
+# What only measures -------------------------------------------------------------------------------------------------
+
+
+@node(pool="scorer", clock="update")
+def share_of_threes(rollouts: Rollouts) -> Metrics:
+    """Differs from update to update: by the tokens."""
+    return {"accuracy": float((rollouts.tokens_NS.sum(1) % 3 == 0).float().mean())}
+
+
+@program
+def only_measured(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    share_of_threes(fake_generate(prompts, broadcast(policy), samples=3))
+    return policy

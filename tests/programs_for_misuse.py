@@ -203,6 +203,15 @@ def prompts_of_a_batch(policy: Policy, prompts: Prompts) -> Policy:
 
 
 @program
+def no_clipping(policy: Policy, prompts: Prompts) -> Policy:
+    """What TRL calls no clipping is a bound of math.inf here."""
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    advantage = group_advantage(score(rollouts, by=math_answer))
+    # wrong-option-type: policy_update: option 'clip_norm' given None needed a number
+    return policy_update(policy, rollouts, advantage, loss=reinforce, clip_norm=None)  # type: ignore[arg-type]
+
+
+@program
 def greedy_of_a_batch(policy: Policy, prompts: Prompts) -> Policy:
     behaviour = broadcast(policy)
     rollouts = generate(prompts, behaviour, samples=1)

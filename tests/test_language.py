@@ -403,6 +403,14 @@ def test_what_readers_and_makers_write_into_a_value_is_seen_by_nobody_else(tmp_p
     assert_equal_bits(final_state(clean, 2), final_state(written, 2))
 
 
+def test_the_accuracy_of_a_run_that_only_measures_is_that_of_all_its_problems(tmp_path: Path) -> None:
+    folder = prepared(tmp_path, "only_measured", replace(TOY, checkpoint_every=1))
+    stop_after(folder, 2)
+    found = [row["accuracy"] for row in rows(run_here(folder))]
+    assert len({*found}) > 1
+    assert summary(folder)["accuracy"] == pytest.approx(sum(found) / len(found))
+
+
 @PROCESSES
 def test_what_a_source_gives_again_is_another_group(tmp_path: Path, processes: bool) -> None:
     """Its rows are of the group that was asked for; by the source's own numbers a batch would have two groups."""

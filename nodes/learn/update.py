@@ -25,7 +25,7 @@ from penstock.graph.deferred import shape_of, widened
 from penstock.graph.imports import encode, names_function, path_of, resolve, short
 from penstock.graph.protocols import Array
 from penstock.graph.requires import Call
-from penstock.graph.types import BY_LAG, Advantages, AnyPolicy, LearningRate, Logprobs, Metrics, Rollouts
+from penstock.graph.types import BY_LAG, LONGEST_LAG, Advantages, AnyPolicy, LearningRate, Logprobs, Metrics, Rollouts
 from penstock.nodes.learn.batching import (
     Aggregation,
     Packed,
@@ -52,9 +52,6 @@ METRICS = {
 }
 # Ends the names of the sums of a loss's own figures.
 OF_LOSS = " of the loss"
-# Tokens are counted by lag, up to this number of lags; the last count includes all older tokens.
-LAGS = 16
-
 # By name: sums over the tokens of an optimizer step, and `*_max`, the largest.
 Sums = dict[str, float]
 # (a model, a micro-batch) → (a number for each target, with a gradient, and the entropy of each target).
@@ -475,7 +472,7 @@ def token_sums(
     fresh_P = (recorded_P & ~replayed_P).double()
     sums |= {"recorded": recorded_P.double().sum(), "fresh": fresh_P.sum()}
     sums |= {"lag": (lag_P * fresh_P).sum(), "lag_max": (lag_P * fresh_P).max()}
-    counted_PL = lag_P.clamp(0, LAGS - 1)[:, None] == torch.arange(LAGS, device=lag_P.device)
+    counted_PL = lag_P.clamp(0, LONGEST_LAG)[:, None] == torch.arange(LONGEST_LAG + 1, device=lag_P.device)
     by_lag_L = (counted_PL * fresh_P[:, None]).sum(0)
     sums |= {f"{BY_LAG}{lag}": count for lag, count in enumerate(by_lag_L.unbind())}
     if sampled.replayed_P is not None:

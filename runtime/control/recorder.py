@@ -130,9 +130,13 @@ class RunRecorder:
             self.samples.restore(cut.figures.get("samples", ()))
         self.began = now
         self.row: Row = kept[-1] if kept else {}
+        # The number of groups and the accuracy of each row that has one.
+        self._measured = [(row["groups"], row["accuracy"]) for row in kept if row.get("accuracy") is not None]
         self.clocks = {node.name: node.clock for graph in config.graphs for node in graph.nodes}
         self.utilisation = Utilisation([r.name for r in config.plan.replicas], microseconds(now))
         self.states: dict[str, str] = {}
+        # By per-group firing in work: the version that was live when it, or its segment, began.
+        self._begun: dict[Firing, int | None] = {}
         self._changes: list[tuple[float, str, str]] = []  # changes of `states` since the last row
         self.bars: list[Bar] = []
         self.live: dict[str, int] = {}
@@ -209,6 +213,8 @@ class RunRecorder:
             match command:
                 case Fire(firing, replica, groups):
                     self.doing[replica] = firing
+                    if self.clocks.get(firing.node) == "group" and not firing.node.startswith(EVALUATION):
+                        self._begun[firing] = self.live.get(replica)
                     if firing.node in self.rows.nodes:
                         self.rows.batch(firing.index, groups)
                     elif self.clocks.get(firing.node) == "update" and firing.node.startswith(EVALUATION):
@@ -253,7 +259,7 @@ class RunRecorder:
 
     def _fired(self, replica: str, firing: Firing, result: Result, kind: Kind, detail: str = "") -> None:
         """Add the bar of a firing or a publication that has succeeded or failed."""
-        version = self.live.get(replica)
+        version = self._begun.pop(firing, self.live.get(replica))
         self._add(Bar(replica, firing.node, firing.index, result.began, result.ended, kind, version, detail))
 
     def _add(self, bar: Bar) -> None:
@@ -288,6 +294,8 @@ class RunRecorder:
         self.samples.take(update, self.rows.taken(update), self.ledger.groups)
         lost = {outcome: count - self.counted[outcome] for outcome, count in self._lost().items()}
         self.row = self.rows.row(update, now, self._pools(now), lost, self.ledger.groups)
+        if self.row.get("accuracy") is not None:
+            self._measured.append((self.row["groups"], self.row["accuracy"]))
         self.counted = self._lost()
         self.consumed += self.row["groups"]
         self.updates = update + 1
@@ -414,7 +422,7 @@ class RunRecorder:
             "not_finite": self.not_finite,
             "wall_s": round(now - self.began, 3),
             "reward_mean": self.row.get("reward_mean"),
-            **({"accuracy": self.row["accuracy"]} if "accuracy" in self.row else {}),
+            **self._last_accuracy(),
             "measured": self.rows.pending,
             "dropped_frames": dict(self.dropped_frames),
             "warnings": self.warnings,
@@ -434,6 +442,13 @@ class RunRecorder:
             trace["otherData"]["note"] = whole
         self.folder.write_json("trace.json", trace)
         self.say({"kind": "summary", **summary})
+
+    def _last_accuracy(self) -> dict[str, Any]:
+        """That of the newest row; of a run that changes no value, that of all its problems."""
+        if "accuracy" not in self.row or self.config.graph.takers():
+            return {"accuracy": self.row["accuracy"]} if "accuracy" in self.row else {}
+        solved = sum(accuracy * groups for groups, accuracy in self._measured)
+        return {"accuracy": solved / sum(groups for groups, _ in self._measured)}
 
     # Helpers ----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from itertools import product
 from math import isfinite, nan
 from typing import Any
 
-from penstock.graph.types import BY_LAG, COLUMNS
+from penstock.graph.types import BY_LAG, COLUMNS, LONGEST_LAG
 from penstock.runtime.record.metrics import NO_NUMBERS, Row, columns
 from penstock.runtime.record.trace_formats import round_step
 from penstock.runtime.report.follow import NS
@@ -331,7 +331,8 @@ def _staleness(report: Report) -> list[Figure]:
     if report.lags:
         figures.append(histogram("Lag of groups, at their start", report.lags, "lag", "groups", bound))
     if by_lag:
-        figures.append(histogram("Lag of tokens", by_lag, "lag", "tokens", bound))
+        more = f" ({LONGEST_LAG}: that and more)" if limit > LONGEST_LAG else ""
+        figures.append(histogram(f"Lag of tokens{more}", by_lag, "lag", "tokens", bound))
     if by_version:
         figures.append(histogram("Tokens by version", by_version, "version", "tokens"))
     rows = report.facts.rows

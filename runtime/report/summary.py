@@ -16,7 +16,7 @@ from typing import Any
 from penstock.graph.analysis import Bound
 from penstock.graph.ir import Graph
 from penstock.graph.show import clock
-from penstock.graph.types import BY_LAG
+from penstock.graph.types import BY_LAG, LONGEST_LAG
 from penstock.runtime.cluster.placement import decodes, samples_of
 from penstock.runtime.report.follow import NS, RankId, Work
 from penstock.runtime.report.run_history import Facts, StageHistory
@@ -129,14 +129,17 @@ class Report:
     @cached_property
     def tokens(self) -> tuple[dict[int, float], dict[int, float]]:
         """The number of fresh tokens by lag, and by version, of the weights that sampled them, if the updates report
-        them (`tokens_lag_K`)."""
+        them (`tokens_lag_K`). Updates count a lag of `LONGEST_LAG` and more as one: those tokens have no version here,
+        unless the run cannot have a longer one."""
+        longer = self.stage is not None and self.stage.tables.max_lag > LONGEST_LAG
         by_lag, by_version = defaultdict[int, float](float), defaultdict[int, float](float)
         for row in self.facts.rows:
             for name, value in row.items():
                 lag = name.removeprefix(BY_LAG)
                 if lag != name and lag.isdigit() and isinstance(value, int | float) and isfinite(value):
                     by_lag[int(lag)] += value
-                    by_version[row["update"] - int(lag)] += value
+                    if not (longer and int(lag) == LONGEST_LAG):
+                        by_version[row["update"] - int(lag)] += value
         return dict(sorted(by_lag.items())), dict(sorted(by_version.items()))
 
 

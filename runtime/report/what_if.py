@@ -249,7 +249,9 @@ def bound(graph: Graph, plan: Plan, means: dict[str, float], publish: float, rul
             work[pools[node.name]] += means[node.name] / node.every
     for node in graph.nodes:
         if node.construct == "broadcast" and graph.producer(node.inputs[0].ref.node):
-            work[held[node.inputs[0].ref.node]] += publish / node.every
+            # Only the versions that a node reads are published.
+            read = [each.every for each in graph.nodes if any(item.ref.node == node.name for item in each.inputs)]
+            work[held[node.inputs[0].ref.node]] += publish / max(node.every, min(read, default=1))
     return max([found, *(Bound(seconds, pool=pool) for pool, seconds in work.items())], key=lambda b: b.seconds)
 
 

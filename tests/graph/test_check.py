@@ -32,7 +32,7 @@ def test_a_fault_reads_well() -> None:
     [
         *(("bad-lag", {"lag": lag}, None, repr(lag)) for lag in (-1, 1.5, True, "2")),
         ("bad-lag", {"lag": None}, None, "None, for the weights of 'policy', which updates change"),
-        *(("bad-samples", {"samples": samples}, None, repr(samples)) for samples in (0, -3, 2.5, None)),
+        *(("bad-samples", {"samples": samples}, None, repr(samples)) for samples in (0, -3, 2.5)),
         *(("bad-batch", {}, batch, repr(batch)) for batch in (0, -1, 2.0, True)),
     ],
 )

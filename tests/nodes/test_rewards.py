@@ -638,6 +638,20 @@ def test_rows_are_compared_within_their_sub_group() -> None:
     assert group_advantage(MIXED, KINDS).values_N.tolist() == group_advantage(MIXED).values_N.tolist()
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+def test_rewards_that_differ_by_rounding_are_equal(normalize: bool) -> None:
+    """0.1 · 3 + 0.2 · 2 and 0.7 · 1: divided by the deviation, the last bit would be as large as any advantage."""
+    sums = 0.1 * torch.tensor([3.0, 3, 0, 0]) + 0.2 * torch.tensor([2.0, 2, 0, 0]) + 0.7 * torch.tensor([0.0, 0, 1, 1])
+    assert len({*sums.tolist()}) == 2
+    assert not group_advantage(Rewards(sums), normalize=normalize).values_N.any()
+    assert not mixed(random_rollouts([(1, 2)] * 4), Rewards(sums))
+    # A small difference that is one is kept, about its exact mean.
+    few = torch.tensor([0.7, 0.7, 0.7, 0.70001])
+    apart = group_advantage(Rewards(few), normalize=True).values_N
+    torch.testing.assert_close(apart, torch.tensor([-1.0, -1, -1, 3]) / 3**0.5, rtol=1e-5, atol=1e-5)
+    assert mixed(random_rollouts([(1, 2)] * 4), Rewards(few))
+
+
 @pytest.mark.parametrize(
     "rollouts",
     [

@@ -173,6 +173,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         ("simulate aipo", 2, "no duration of generate, score, .*; needed all, such as --duration g.*simulate --from"),
         ("simulate aipo --duration generat=1", 2, "needed one of generate, score"),
         *((f"simulate aipo --duration generate={s}", 2, "needed seconds and sigma") for s in ("fast", "-1", "1~")),
+        ("simulate aipo --duration wire=0.5~1.5", 2, "needed seconds alone"),
         *((f"simulate toy --{f} none/file", 2, rf"needed .* \(--{f} FILE\)$") for f in ("svg", "html", "trace")),
         ("simulate {L}:filtered --drop score=0.3", 2, "given 'score=0.3', needed one of keep before '='"),
         *((f"simulate {{L}}:filtered --drop keep={s}", 2, "a share from 0 to 1, such as") for s in ("1.5", "half")),

@@ -619,6 +619,15 @@ def test_weights_on_their_way_are_remembered_once_per_channel_and_replica(record
     assert len(record.bars) == 300
 
 
+def test_a_bar_has_the_version_with_which_its_firing_began(record: RunRecorder) -> None:
+    firing = Firing("fake_generate", 4)
+    record.live["generator/0"] = 6
+    record.step(1.0, Begin(), [Fire(firing, "generator/0", (4,))], {})
+    record.live["generator/0"] = 7
+    tell(record, Done(firing, "generator/0"), 2.0)
+    assert [(bar.index, bar.version) for bar in record.bars if bar.kind == "group"] == [(4, 6)]
+
+
 def test_a_version_that_is_swapped_in_late_is_counted_from_its_own_publication(
     record: RunRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.graph import load, trace
+from penstock.graph import Program, load, trace
 from penstock.graph.analysis import Bound
+from penstock.runtime.cluster.placement import place
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.report.follow import NS, Work
 from penstock.runtime.report.run_history import StageHistory, read_facts
@@ -19,6 +20,7 @@ from penstock.runtime.report.what_if import (
     Fit,
     SharedPace,
     WhatIfTable,
+    bound,
     crowding,
     firings,
     fit,
@@ -29,9 +31,10 @@ from penstock.runtime.report.what_if import (
     what_if,
     with_crowding,
 )
+from penstock.runtime.schedule.compile import Rules
 from penstock.runtime.schedule.simulator import Durations
 
-from .runs import DURATIONS, TOY, Made, simulated_run
+from .runs import DURATIONS, HOST, TOY, Made, simulated_run
 
 SLOW = Durations({"fake_generate": 0.1, "fake_score": 0.0, "fake_update": 0.1})
 GRAPH = trace(load(TOY), {})
@@ -169,6 +172,17 @@ def test_the_bound_counts_the_snapshots_as_work_of_the_trainer(tmp_path: Path) -
     assert report.bound is not None
     assert report.bound.pool == "trainer"
     assert report.bound.seconds == pytest.approx(0.25, abs=1e-6)
+
+
+def test_the_bound_counts_no_snapshot_that_nobody_reads() -> None:
+    """Of two broadcasts of the policy, one is read by a node that fires at every third update."""
+    found = load(f"{Path(__file__).parents[2] / 'programs_for_language.py'}:clocks")
+    assert isinstance(found, Program)
+    graph = trace(found, {"look": 3})
+    means = {node.name: 0.1 if node.name == "fake_update" else 0.0 for node in graph.nodes}
+    limit = bound(graph, place([graph], HOST), means, 0.06, Rules(8, 6))
+    assert limit.pool == "trainer"
+    assert limit.seconds == pytest.approx(0.1 + 0.06 + 0.06 / 3)
 
 
 def test_no_bound_is_above_what_the_run_took_though_its_first_groups_were_slow(tmp_path: Path) -> None:
