@@ -188,11 +188,11 @@ def vine_advantage(
         raise ValueError(f"vine_advantage: given 1 sample for a prompt, needed {OTHERS}")
     others_N = (segment_sum(values_N, group_N)[group_N] - values_N) / (lengths_N - 1)
     advantages_NT = torch.zeros(rollouts.versions_NT.shape, dtype=torch.float32)
-    cuts, before = defaultdict[tuple[int, int], list[int]](list), Counter[int]()
+    of_row, before = defaultdict[tuple[int, int], list[int]](list), Counter[int]()
     for m, place in enumerate(zip(prefixes.ordinals, prefixes.rows_N.tolist(), strict=True)):
-        cuts[place].append(m)
+        of_row[place].append(m)
     for row, (ordinal, length) in enumerate(zip(rollouts.ordinals, rollouts.response_lengths_N.tolist(), strict=True)):
-        own = cuts[ordinal, before[ordinal]]
+        own = of_row[ordinal, before[ordinal]]
         before[ordinal] += 1
         bounds = [0, *prefixes.lengths_N[own].tolist(), length]
         worth = [float(others_N[row]), *states_M[own].tolist(), float(values_N[row])]
