@@ -15,6 +15,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any
 
+from penstock.graph.imports import names_function
 from penstock.runtime.cli.display import Display
 from penstock.runtime.cli.enrolling import Enrolled, agents_words, check_agents, enrolment, needed_agents, placed, tell
 from penstock.runtime.cli.flags import (
@@ -192,8 +193,12 @@ def go_on(
             for name in given:
                 old, new = (as_typed(getattr(options, name)) for options in (before.flags, config.flags))
                 if new != old:
-                    flag = f"--{name.replace('_', '-')}"
-                    folder.add_note("info", f"from update {done} on: {flag} {new} in place of {old}")
+                    said = f"from update {done} on: --{name.replace('_', '-')} {new} in place of {old}"
+                    jumps = name == "updates" and _follows_length(config)
+                    if jumps:
+                        said += "; the learning rate is that of this update in a run of the new length"
+                        display.tell({"kind": "note", "level": "warning", "text": said})
+                    folder.add_note("warning" if jumps else "info", said)
             for line in past.edited:
                 folder.add_note("warning", f"from update {done} on: {line}")
 
@@ -201,6 +206,12 @@ def go_on(
         if status == FAILED and config != before and latest_checkpoint(folder) == past.saved:
             before.write(folder, was)  # undo the change: it may be the reason of the failure
         return status
+
+
+def _follows_length(config: RunConfig) -> bool:
+    """True if a learning rate may follow a schedule over all updates of the run: by a flag, or as a function."""
+    rates = (value for node in config.graph.nodes for name, value in node.options if name == "lr")
+    return config.flags.lr_decay not in ("", "constant") or any(map(names_function, rates))
 
 
 @dataclass(frozen=True)

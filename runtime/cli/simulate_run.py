@@ -26,7 +26,7 @@ from penstock.runtime.cli.schedule_text import (
 )
 from penstock.runtime.cli.tracing import CommandError, faults_text
 from penstock.runtime.cluster.cluster import Cluster
-from penstock.runtime.cluster.placement import Plan, place, served
+from penstock.runtime.cluster.placement import Plan, place, served, slots_overrun
 from penstock.runtime.control.run_config import Count, Positive, RunConfig, Shown
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.report.follow import NS
@@ -134,7 +134,8 @@ def recorded(flags: RecordedFlags) -> Schedule:
     sampling = {"lag": tables.max_lag, "generators": len(tables.by_pool[pool])} if pool is not None else {}
     settings: dict[str, object] = {**sampling, "versions": versions, "order": order}
     changed = ", ".join(f"{name} {value}" for name, value in settings.items())
-    assumptions = list(_assumptions(stage, facts, crowd, same, flags))
+    overrun = slots_overrun(graph, plan, pool) if pool is not None else 0.0
+    assumptions = list(_assumptions(stage, facts, crowd, overrun, same, flags))
     return Schedule(
         title=f"{graph.name} as in {flags.from_}: {len(result.ends)} updates of {rules.batch} groups",
         wall=ms(result.wall_s),
@@ -224,9 +225,9 @@ def _means(graph: Graph, durations: Durations, result: Simulation) -> dict[str, 
 
 
 def _assumptions(
-    stage: StageHistory, facts: Facts, crowd: Crowding | None, same: bool, flags: RecordedFlags
+    stage: StageHistory, facts: Facts, crowd: Crowding | None, overrun: float, same: bool, flags: RecordedFlags
 ) -> Iterator[str]:
-    """The assumptions behind the figures, a sentence each."""
+    """The assumptions behind the figures, a sentence each. `overrun` as of `slots_overrun`."""
     ends = stage.followed.ends
     several = f", the longest of {len(facts.training)} parts" if len(facts.training) > 1 else ""
     yield (
@@ -242,6 +243,11 @@ def _assumptions(
         )
     elif crowd is not None and not same:
         yield "A group takes as long however many others its generator has in work: the run does not tell otherwise."
+    if not same and overrun:
+        yield (
+            "Groups that wait in a generator for a slot are simulated as if they had one: where all slots are in use, "
+            f"this is up to {percent(overrun)} too fast."
+        )
     if not same:
         yield "Replicas are as fast as those of the run and take nothing from each other; responses are as long."
     if failures := facts.failures[0]:

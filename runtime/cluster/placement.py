@@ -645,6 +645,17 @@ def why_no_turns(graph: Graph, plan: Plan) -> str:
     return ""
 
 
+def slots_overrun(graph: Graph, plan: Plan, pool: str) -> float:
+    """By how much a simulation of this plan may be too fast where a generator's slots are all in use: it lets groups
+    decode that wait there for a slot (`GROUPS_AHEAD`). As a share of the groups that have one; 0 if it is less than
+    5 %, and for a pool that does not decode."""
+    found = next(each for each in plan.pools if each.name == pool)
+    room = found.replicas[0].capacity - GROUPS_AHEAD
+    decoding = any(node.name in found.holds and decodes(graph, node) for node in graph.nodes)
+    share = GROUPS_AHEAD / room if decoding and room > 0 else 0.0
+    return share if share >= 0.05 else 0.0
+
+
 def served(graph: Graph, plan: Plan) -> Plan:
     """The plan with the number of firings that are really processed at once: one per rank, except in pools with a
     stream (a generator, an environment)."""

@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader
 from penstock import __version__
 from penstock.graph.ir import Graph
 from penstock.graph.svg import Measured, svg
-from penstock.runtime.cluster.placement import served
+from penstock.runtime.cluster.placement import served, slots_overrun
 from penstock.runtime.record.timeline import Bar, boundaries, lanes, pool_of, span
 from penstock.runtime.record.trackers import secret_values, without_secrets
 from penstock.runtime.report.charts import accuracies, chart_groups, number, numbers, percent
@@ -109,7 +109,7 @@ def page(report: Report, template: str = "report.html.j2") -> str:
         predicted_updates=sum(prediction.updates for prediction in report.predictions),
         states=STATES,
         ranks={lane: rank_name(lane, report.facts.whole_ns) for lane in report.facts.whole_ns},
-        what_if=_what_if(report.table) if report.table and report.table.cases else None,
+        what_if=_what_if(report, report.table) if report.table and report.table.cases else None,
         groups=chart_groups(report),
         samples=_samples(report),
         version=__version__,
@@ -209,7 +209,7 @@ def _strips(followed: Iterable[Followed]) -> defaultdict[RankId, Strip]:
     return found
 
 
-def _what_if(table: WhatIfTable) -> dict[str, Any]:
+def _what_if(report: Report, table: WhatIfTable) -> dict[str, Any]:
     """The what-if table as the template's sliders read it."""
     cases = [
         {**asdict(case), "busy": {pool: round(share, 4) for pool, share in (case.busy or {}).items()}}
@@ -218,6 +218,7 @@ def _what_if(table: WhatIfTable) -> dict[str, Any]:
     value = {"lag": table.lag, "replicas": table.replicas, "cases": cases, "measured_s": table.measured_s}
     return {
         "table": table,
+        "overrun": slots_overrun(report.graph, report.facts.config.plan, table.pool),
         "lags": sorted({case.lag for case in table.cases}),
         "sizes": sorted({case.replicas for case in table.cases}),
         # It goes into a script element, so it must not contain "</script>".

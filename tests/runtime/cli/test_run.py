@@ -527,6 +527,16 @@ def test_a_run_goes_on_with_code_that_was_edited_and_says_so(stopped: RunFolder,
     ] * 2
 
 
+@pytest.mark.parametrize(("decay", "level"), [("cosine", "warning"), ("constant", "info")])
+def test_a_schedule_that_a_resume_stretches_is_told(stopped: RunFolder, decay: Any, level: str) -> None:
+    config = RunConfig.load(stopped)
+    asked = stopped.read_json("config.json")["asked"]
+    replace(config, flags=replace(config.flags, lr_decay=decay)).write(stopped, asked)
+    resume(stopped, "--updates", 99)
+    (note,) = [note for note in stopped.read_notes()[0] if "--updates 99 in place of" in note["text"]]
+    assert (note["level"], "the learning rate" in note["text"]) == (level, level == "warning")
+
+
 def test_a_module_that_the_program_imports_and_no_node_names_is_watched_too(
     processes: Processes, tmp_path: Path, monkeypatch: Patch, capsys: Output
 ) -> None:

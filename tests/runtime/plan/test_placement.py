@@ -19,6 +19,7 @@ from penstock.runtime.cluster.placement import (
     Rank,
     Replica,
     place,
+    slots_overrun,
     why_no_turns,
     why_not,
 )
@@ -352,3 +353,12 @@ def test_at_lag_zero_on_one_gpu_trainer_and_generator_take_turns(
     graph, cluster = trace(load(program), options), _cluster(4, *(f"cuda:{index}" for index in range(devices)))
     why = why_no_turns(graph, place([graph], cluster, device=device, generators=generators))
     assert why.endswith(reason) if reason else not why
+
+
+@pytest.mark.parametrize(("slots", "share"), [(16, 2 / 4), (40, 2 / 10), (256, 0.0)])
+def test_what_waits_for_a_slot_is_told_where_it_is_much(slots: int, share: float) -> None:
+    """Of 4 samples each: 2 groups wait beside those that fill the slots, and the simulator does not let them wait."""
+    graph = trace(load("toy"), {})
+    plan = place([graph], _cluster(), slots=slots)
+    assert slots_overrun(graph, plan, "generator") == pytest.approx(share)
+    assert slots_overrun(graph, plan, "trainer") == 0.0
