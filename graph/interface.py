@@ -197,8 +197,9 @@ def mistyped(function: Callable[..., Any], options: Mapping[str, Json], what: st
         if get_origin(annotation) in (tuple, list) and isinstance(given, str):
             needed = f"a list or tuple, such as [{given!r}]"
         kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-        if given is None and (missed := [PLAIN[kind] for kind in kinds if kind in PLAIN]):
-            needed = missed[0]
+        # An option whose own default is None may be left so, whatever its annotation says.
+        if given is None and (function.__kwdefaults__ or {}).get(name, ...) is not None:
+            needed = next((said for kind in kinds for plain, said in PLAIN.items() if kind is plain), needed)
         # A union of a function and an async one: they differ only in what they return, so check against the first.
         if all(get_origin(kind) is Callable for kind in kinds):
             said, needed = _no_function(given, get_args(kinds[0])[0], (function.__kwdefaults__ or {}).get(name))

@@ -28,13 +28,14 @@ def uniform_groups(rewards_N: Tensor, group_N: Tensor) -> Tensor:
     learn.
 
     Dynamic sampling drops these groups: DAPO (arXiv 2503.14476), equation 11. Rewards that differ by a few units in the
-    last place are equal, since sums of the same parts in another order do: divided by the group's deviation, such a
-    difference would be as large as any other.
+    last place are equal, since sums of the same parts in another order do, unless these cancel: divided by the group's
+    deviation, such a difference would be as large as any other.
     """
     # By the rewards themselves: the mean of equal ones may differ from them in the last bit.
     most_G, least_G = segment_max(rewards_N, group_N), -segment_max(-rewards_N, group_N)
     largest_G = torch.maximum(most_G.abs(), least_G.abs())
-    return most_G - least_G <= ROUNDING * torch.finfo(rewards_N.dtype).eps * largest_G
+    near_G = most_G - least_G <= ROUNDING * torch.finfo(rewards_N.dtype).eps * largest_G
+    return (most_G == least_G) | (near_G & largest_G.isfinite())
 
 
 def group_mean_advantages(rewards_N: Tensor, group_N: Tensor) -> Tensor:
@@ -53,12 +54,14 @@ def grpo_advantages(rewards_N: Tensor, group_N: Tensor, *, correction: int = 0) 
     GRPO (DeepSeekMath, arXiv 2402.03300), section 4.1.2, which does not say which deviation: `correction` 0 divides
     the squares by n (population), 1 by n − 1 (sample, what torch.std does unasked). No ε is added to it.
     """
-    centred_N = group_mean_advantages(rewards_N, group_N)
+    # In float64: the squares of small or large rewards are no float32.
+    centred_N = group_mean_advantages(rewards_N, group_N).double()
     degrees_G = (segment_lengths(group_N) - correction).clamp(min=1)
     mean_square_N = segment_mean(centred_N.square(), group_N)[group_N]
     # No ε below the root: groups of equal rewards, whose variance is 0, are masked by their rewards instead.
     variance_N = mean_square_N * (segment_lengths(group_N) / degrees_G)[group_N]
-    return (centred_N / variance_N.sqrt()).masked_fill(uniform_groups(rewards_N, group_N)[group_N], 0.0)
+    made_N = (centred_N / variance_N.sqrt()).masked_fill(uniform_groups(rewards_N, group_N)[group_N], 0.0)
+    return made_N.to(rewards_N.dtype)
 
 
 def rloo_advantages(rewards_N: Tensor, group_N: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Programs of fake nodes, one for each construct of the language, in a file as a user would write it."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -990,12 +991,17 @@ def again(policy: FakePolicy, prompts: TwoPrompts) -> FakePolicy:
 
 
 @node(pool="scorer", clock="update")
-def share_of_threes(rollouts: Rollouts) -> Metrics:
+def share_of_threes(
+    rollouts: Rollouts,
+    *,
+    nothing: bool = False,
+    unused: int = None,  # type: ignore[assignment]  # noqa: RUF013  as users write it
+) -> Metrics:
     """Differs from update to update: by the tokens."""
-    return {"accuracy": float((rollouts.tokens_NS.sum(1) % 3 == 0).float().mean())}
+    return {"accuracy": math.nan if nothing else float((rollouts.tokens_NS.sum(1) % 3 == 0).float().mean())}
 
 
 @program
-def only_measured(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
-    share_of_threes(fake_generate(prompts, broadcast(policy), samples=3))
+def only_measured(policy: FakePolicy, prompts: FakePrompts, *, nothing: bool = False) -> FakePolicy:
+    share_of_threes(fake_generate(prompts, broadcast(policy), samples=3), nothing=nothing)
     return policy

@@ -403,6 +403,11 @@ def test_what_readers_and_makers_write_into_a_value_is_seen_by_nobody_else(tmp_p
     assert_equal_bits(final_state(clean, 2), final_state(written, 2))
 
 
+def test_a_run_that_only_measures_may_have_no_accuracy(tmp_path: Path) -> None:
+    found = summary(run(tmp_path, "only_measured", nothing=True))
+    assert (found["status"], found["accuracy"]) == ("done", None)
+
+
 def test_the_accuracy_of_a_run_that_only_measures_is_that_of_all_its_problems(tmp_path: Path) -> None:
     folder = prepared(tmp_path, "only_measured", replace(TOY, checkpoint_every=1))
     stop_after(folder, 2)

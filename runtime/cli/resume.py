@@ -211,7 +211,8 @@ def go_on(
 def _follows_length(config: RunConfig) -> bool:
     """True if a learning rate may follow a schedule over all updates of the run: by a flag, or as a function."""
     rates = (value for node in config.graph.nodes for name, value in node.options if name == "lr")
-    return config.flags.lr_decay not in ("", "constant") or any(map(names_function, rates))
+    decay = config.flags.lr_decay
+    return decay != "constant" and (decay != "" or any(map(names_function, rates)))
 
 
 @dataclass(frozen=True)

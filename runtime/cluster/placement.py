@@ -649,11 +649,11 @@ def slots_overrun(graph: Graph, plan: Plan, pool: str) -> float:
     """By how much a simulation of this plan may be too fast where a generator's slots are all in use: it lets groups
     decode that wait there for a slot (`GROUPS_AHEAD`). As a share of the groups that have one; 0 if it is less than
     5 %, and for a pool that does not decode."""
-    found = next(each for each in plan.pools if each.name == pool)
-    room = found.replicas[0].capacity - GROUPS_AHEAD
-    decoding = any(node.name in found.holds and decodes(graph, node) for node in graph.nodes)
-    share = GROUPS_AHEAD / room if decoding and room > 0 else 0.0
-    return share if share >= 0.05 else 0.0
+    for found in (each for each in plan.pools if each.name == pool):
+        room = found.replicas[0].capacity - GROUPS_AHEAD
+        if room > 0 and any(node.name in found.holds and decodes(graph, node) for node in graph.nodes):
+            return share if (share := GROUPS_AHEAD / room) >= 0.05 else 0.0
+    return 0.0
 
 
 def served(graph: Graph, plan: Plan) -> Plan:

@@ -27,7 +27,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from hmac import compare_digest
-from math import inf
 from pathlib import Path
 from secrets import token_hex
 from time import monotonic, sleep, time
@@ -81,6 +80,8 @@ MAX_EXTRA = 64
 _MAX_FRAME = 64 << 10
 # Seconds within which a cluster manager reports the end of an agent that the desk has noticed before.
 TOLD_S = 60.0
+# The same for an agent that was given up, and may only have been stopped.
+STOPPED_S = 3600.0
 # The share of the startup deadline after which a run that resumes by itself begins with fewer agents, if it can.
 FEWER = 0.25
 # Seconds for the last answers to be sent.
@@ -294,7 +295,7 @@ class Desk:
         with self._lock:
             own = self._slots[slot]
             if own.agent is not None and own.life == life:
-                own.missed.append(inf)  # it may only have been stopped, and end much later
+                own.missed.append(monotonic() + STOPPED_S)  # it may only have been stopped, and end much later
                 self._leave(own)
                 self._fill()
         self._wake()

@@ -130,8 +130,10 @@ class RunRecorder:
             self.samples.restore(cut.figures.get("samples", ()))
         self.began = now
         self.row: Row = kept[-1] if kept else {}
-        # The number of groups and the accuracy of each row that has one.
-        self._measured = [(row["groups"], row["accuracy"]) for row in kept if row.get("accuracy") is not None]
+        # Of a run that changes no value: the groups of all rows with an accuracy, and its sum over these.
+        self._measured, self._solved = 0, 0.0
+        for row in kept:
+            self._count_accuracy(row)
         self.clocks = {node.name: node.clock for graph in config.graphs for node in graph.nodes}
         self.utilisation = Utilisation([r.name for r in config.plan.replicas], microseconds(now))
         self.states: dict[str, str] = {}
@@ -294,8 +296,7 @@ class RunRecorder:
         self.samples.take(update, self.rows.taken(update), self.ledger.groups)
         lost = {outcome: count - self.counted[outcome] for outcome, count in self._lost().items()}
         self.row = self.rows.row(update, now, self._pools(now), lost, self.ledger.groups)
-        if self.row.get("accuracy") is not None:
-            self._measured.append((self.row["groups"], self.row["accuracy"]))
+        self._count_accuracy(self.row)
         self.counted = self._lost()
         self.consumed += self.row["groups"]
         self.updates = update + 1
@@ -445,10 +446,14 @@ class RunRecorder:
 
     def _last_accuracy(self) -> dict[str, Any]:
         """That of the newest row; of a run that changes no value, that of all its problems."""
-        if "accuracy" not in self.row or self.config.graph.takers():
-            return {"accuracy": self.row["accuracy"]} if "accuracy" in self.row else {}
-        solved = sum(accuracy * groups for groups, accuracy in self._measured)
-        return {"accuracy": solved / sum(groups for groups, _ in self._measured)}
+        if self._measured and not self.config.graph.takers():
+            return {"accuracy": self._solved / self._measured}
+        return {"accuracy": self.row["accuracy"]} if "accuracy" in self.row else {}
+
+    def _count_accuracy(self, row: Row) -> None:
+        if row.get("accuracy") is not None:
+            self._measured += row["groups"]
+            self._solved += row["accuracy"] * row["groups"]
 
     # Helpers ----------------------------------------------------------------------------------------------
 

@@ -84,8 +84,8 @@ MANY_HOSTS, GATHER_S, WORK_SHARE, BURST_S = 32, 0.002, 10, 0.01
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 # The number of the last frame to a process that is given up: more than any that it has heard.
 _LAST = 1 << 62
-# Most agents that wait for another process of their name to be forgotten.
-MAX_WAITING_AGENTS = 64
+# Most processes of one agent's name that wait for another one to be forgotten.
+MAX_WAITING_AGENTS = 4
 # The kinds of dropped frames that an agent may report.
 DROPPED = ("malformed", "oversized", "unknown", "replayed", "unexpected", "unauthorised", "duplicate", "excessive")
 
@@ -307,13 +307,15 @@ class Server:
                 self._reply(identity, Introduce(), next(self._replies))
 
     def _wait(self, hello: Hello, identity: bytes, before: _Connection) -> None:
-        """Let an agent wait until the other process of its name is forgotten. Of too many, the oldest is left out."""
+        """Let an agent wait until the other process of its name is forgotten. Of too many, the oldest is given up."""
         # A pid alone is no proof: in containers, each agent may have the same one.
         lost = hello.again and hello.pid == before.pid
         self._waiting.pop(identity, None)
         self._waiting[identity] = hello.peer, lost
-        if len(self._waiting) > MAX_WAITING_AGENTS:
-            del self._waiting[next(iter(self._waiting))]
+        same = [other for other, (peer, _) in self._waiting.items() if peer == hello.peer]
+        for other in same[:-MAX_WAITING_AGENTS]:
+            del self._waiting[other]
+            self._reply(other, GivenUp(f"{MAX_WAITING_AGENTS} later processes wait for the place of this one"), _LAST)
         if not lost:
             self._reply(identity, Waits(before.pid), next(self._replies))
 

@@ -218,7 +218,7 @@ def _what_if(report: Report, table: WhatIfTable) -> dict[str, Any]:
     value = {"lag": table.lag, "replicas": table.replicas, "cases": cases, "measured_s": table.measured_s}
     return {
         "table": table,
-        "overrun": slots_overrun(report.graph, report.facts.config.plan, table.pool),
+        "overrun": slots_overrun(report.graph, report.stage.origin.plan, table.pool) if report.stage else 0.0,
         "lags": sorted({case.lag for case in table.cases}),
         "sizes": sorted({case.replicas for case in table.cases}),
         # It goes into a script element, so it must not contain "</script>".

@@ -650,6 +650,10 @@ def test_rewards_that_differ_by_rounding_are_equal(normalize: bool) -> None:
     apart = group_advantage(Rewards(few), normalize=True).values_N
     torch.testing.assert_close(apart, torch.tensor([-1.0, -1, -1, 3]) / 3**0.5, rtol=1e-5, atol=1e-5)
     assert mixed(random_rollouts([(1, 2)] * 4), Rewards(few))
+    # The squares of these are no float32; infinity is no rounding.
+    tiny = group_advantage(Rewards(torch.tensor([1e-23, 2e-23])), normalize=True).values_N
+    torch.testing.assert_close(tiny, torch.tensor([-1.0, 1.0]))
+    assert uniform_groups(torch.tensor([math.inf, 0.0]), torch.tensor([0, 0])).tolist() == [False]
 
 
 @pytest.mark.parametrize(

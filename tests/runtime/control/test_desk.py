@@ -400,9 +400,8 @@ def test_an_agent_that_ends_removes_its_join_file_but_not_that_of_its_successor(
 
     def serve_once(path: Path, grace: float | None) -> tuple[int, bool]:
         if succeeded:
-            text = path.read_text()
-            path.unlink()
-            path.write_text(text)
+            (path.parent / "new").write_text(path.read_text())
+            (path.parent / "new").replace(path)
         return 0, False
 
     monkeypatch.setattr(applicant, "serve_once", serve_once)
