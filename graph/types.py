@@ -239,7 +239,7 @@ class Batchable:
 
 @dataclass
 class Prompts(Batchable):
-    """Prompt groups, one row per group.
+    """Prompts, usually one per group.
 
     Attributes:
         ordinals: the prompt group of each row, N; a run sets it (`read_group`).

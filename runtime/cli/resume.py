@@ -212,7 +212,7 @@ def _follows_length(config: RunConfig) -> bool:
     """True if a learning rate may follow a schedule over all updates of the run: by a flag, or as a function."""
     rates = (value for node in config.graph.nodes for name, value in node.options if name == "lr")
     decay = config.flags.lr_decay
-    return decay != "constant" and (decay != "" or any(map(names_function, rates)))
+    return decay != "constant" if decay else any(map(names_function, rates))
 
 
 @dataclass(frozen=True)

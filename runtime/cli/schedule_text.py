@@ -210,11 +210,10 @@ def given_durations(
             mean, sigma = -1.0, 0.0
         if not (min(mean, sigma) >= 0 and max(mean, sigma) < inf):
             raise CommandError(f"--duration: given {word!r}, needed seconds and sigma, such as {name}=0.05~0.5")
-        if name in SYNC and sigma:
-            raise CommandError(
-                f"--duration: given {word!r}, needed seconds alone: each {name} takes as long as the others"
-            )
         if name in SYNC:
+            if sigma:
+                needed = f"seconds alone: each {name} takes as long as the others"
+                raise CommandError(f"--duration: given {word!r}, needed {needed}")
             sync[name] = mean
         else:
             nodes[name], means[name] = LognormalSeconds(mean, sigma, seed) if sigma else mean, mean

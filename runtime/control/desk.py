@@ -117,8 +117,8 @@ class Applicant:
 @dataclass
 class _Slot:
     """`needs` is how many cores and GPUs an agent must have; `facts` describe the last agent. `given` is the number of
-    agents that have been handed its `Join`. `missed` are the times at which ends of agents were noticed that their
-    cluster manager has not reported yet."""
+    agents that have been handed its `Join`. `missed` has, for each end of an agent that was noticed before its
+    cluster manager has reported it, the time until which that report is awaited."""
 
     needs: tuple[int, int]
     facts: Enrol
@@ -305,7 +305,7 @@ class Desk:
         None if that end has been noticed already."""
         with self._lock:
             own = self._slots[slot]
-            own.missed = [when for when in own.missed if monotonic() - when < TOLD_S]
+            own.missed = [until for until in own.missed if monotonic() < until]
             if own.missed:
                 del own.missed[0]
                 return None
@@ -477,7 +477,7 @@ class Desk:
         if one.slot:
             if one.admitted:
                 self._losses.append((one.slot, self._slots[one.slot].life, reason))
-                self._slots[one.slot].missed.append(monotonic())
+                self._slots[one.slot].missed.append(monotonic() + TOLD_S)
             self._leave(self._slots[one.slot])
             self._fill()
 

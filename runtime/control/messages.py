@@ -30,7 +30,9 @@ from penstock.runtime.packable import Packable
 from penstock.runtime.schedule.events import Abort, Answer, Command, Copied, Event, Send
 from penstock.runtime.tensor.shm import ObjectRef
 
-PROTOCOL: Literal[11] = 11
+# Written twice, since a type cannot be made of a value; a type checker compares them.
+ProtocolVersion = Literal[11]
+PROTOCOL: ProtocolVersion = 11
 # Most characters of a text for the user; of a longer one the middle is left out.
 MAX_TEXT = 16 << 10
 # Most bytes of one packed value, in either direction: metadata only. The largest is the manifest of a mixture of
@@ -460,7 +462,7 @@ def _escaped(plain: Any) -> Any:
     return plain
 
 
-_FRAMED = tuple[Literal[11], int, Message]
+_FRAMED = tuple[ProtocolVersion, int, Message]
 _FRAME: Codec[tuple[int, int, Message]] = Codec(_FRAMED, "frame")
 _CARRIED: Codec[tuple[int, int, Message]] = Codec(_FRAMED, "frame", MAX_BYTES + AROUND)
 _RECORD: Codec[Event | Command] = Codec(Event | Command, "record")

@@ -54,6 +54,19 @@ class TrackedRun:
     began: float
 
 
+class RowClock:
+    """When a row was made, in seconds since 1970: not when its tracker gets it, since a client that opens late, or anew
+    in a later life, gets many rows at once. Figures without a time are those of the newest row."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.now = self._began = run.began
+
+    def tick(self, figures: Figures) -> float:
+        if "time_s" in figures:
+            self.now = self._began + figures["time_s"]
+        return self.now
+
+
 class Tracker(Protocol):
     """`where` tells people where to find the run. `logged` is the last update that the store is known to have when the
     tracker is opened, -1 for none."""
@@ -119,7 +132,7 @@ class TensorBoard:
             old.unlink()
         self.where, self.logged = str(path), -1
         self.kept: dict[str, str] = {}
-        self._began, self._time_s = run.began, 0.0
+        self._clock = RowClock(run)
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         # By the descriptor's number: TensorBoard takes no path that is not UTF-8.
@@ -130,14 +143,13 @@ class TensorBoard:
         self._write(0, [self._summary.Value(tag="config", tensor=table, metadata=metadata)])
 
     def log(self, update: int, figures: Figures) -> None:
-        # Not the time of this call: a client that opens late, or anew in a later life, writes many rows at once.
-        self._time_s = figures.get("time_s", self._time_s)
+        self._clock.tick(figures)
         self._write(update, [self._summary.Value(tag=name, simple_value=value) for name, value in figures.items()])
         self._writer.flush()
 
     def _write(self, update: int, values: list[Any]) -> None:
         summary = self._summary(value=values)
-        self._writer.add_event(self._event(wall_time=self._began + self._time_s, step=update, summary=summary))
+        self._writer.add_event(self._event(wall_time=self._clock.now, step=update, summary=summary))
 
     def close(self, status: str, update: int, figures: Figures, report: Path | None) -> None:
         self.log(update, figures)
@@ -228,8 +240,7 @@ class MLflow:
         import mlflow
         from mlflow.entities import Metric, Param
 
-        self._metric = Metric
-        self._began, self._time_s = run.began, 0.0
+        self._metric, self._clock = Metric, RowClock(run)
         if (store := run.kept.get("store")) and "MLFLOW_TRACKING_URI" not in os.environ:
             mlflow.set_tracking_uri(store)
         store = mlflow.get_tracking_uri()
@@ -265,8 +276,7 @@ class MLflow:
         return re.sub(r"[^\w\-./ ]", "_", name)
 
     def log(self, update: int, figures: Figures) -> None:
-        self._time_s = figures.get("time_s", self._time_s)
-        made = int(1000 * (self._began + self._time_s))
+        made = int(1000 * self._clock.tick(figures))
         metrics = [self._metric(self._named(name), value, made, update) for name, value in figures.items()]
         # The version goes last: a later life reads from it which updates are complete.
         metrics.sort(key=lambda metric: bool(metric.key == "version"))

@@ -64,12 +64,9 @@ def end_with_report(
     """
     path = folder.path / REPORT
     try:
-        late = "not drawn: the run was preempted" if in_haste else ""
-        if not late and stopped and os.path.getsize(folder.events) > LARGE_LOG:
-            late = "not drawn yet: the run is long"
-        if late:
+        if in_haste or (stopped and os.path.getsize(folder.events) > LARGE_LOG):
             path.unlink(missing_ok=True)  # an earlier life's would be taken for this one's
-            return None, late
+            return None, "not drawn: the run was preempted" if in_haste else "not drawn yet: the run is long"
         limit_s = LEAST_S if stopped else min(max(SHARE_OF_RUN * wall_s, LEAST_S), MOST_S)
         write_report(folder, path, limit_s, "--out DIR")
     except (RecordError, OSError) as error:
