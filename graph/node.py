@@ -210,16 +210,17 @@ class NodeDef(Generic[P, T]):
         return state, outputs, {name: figure for name, figure in figures.items() if name not in empty}
 
     def _rewarded(self, values: Sequence[Any]) -> Metrics:
-        """The mean over responses of each rewards output that a node makes, as `reward_mean`; from the second output on
-        with its name in front. A node that reads rewards only changes them, and has none. There is no mean of rewards
+        """The mean over responses of each rewards output of a node: `reward_mean`, from the second output on with its
+        name in front, or `NODE_reward_mean` of a node that makes them of other rewards. There is no mean of rewards
         whose sum is no float."""
-        if any(port.type in get_args(AnyRewards) for port in self.interface.inputs):
-            return {}
+        changes = any(port.type in get_args(AnyRewards) for port in self.interface.inputs)
+        before = f"{self.__name__}_" if changes else ""
         made = [(p.name, v) for p, v in zip(self.interface.outputs, values, strict=True) if isinstance(v, AnyRewards)]
         means: Metrics = {}
         for place, (name, value) in enumerate(made):
+            further = f"{name}_" if place else ""
             with suppress(OverflowError):
-                means[f"{name}_reward_mean" if place else "reward_mean"] = Mean.of(value.values_N.tolist())
+                means[f"{before}{further}reward_mean"] = Mean.of(value.values_N.tolist())
         return means
 
     def _metric(self, name: Any, value: Any) -> float:

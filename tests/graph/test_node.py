@@ -179,7 +179,7 @@ def test_rewards_that_a_node_makes_have_a_mean_among_its_metrics() -> None:
     assert metrics(own_mean, Length(4)) == {"reward_mean": 7.0}
     assert metrics(dear, Length(4)) == {}
     assert metrics(twice, Length(4)) == {"reward_mean": 1.5, "2_reward_mean": 1.0}
-    assert metrics(dearer, Rewards(torch.ones(2))) == {}
+    assert metrics(dearer, Rewards(torch.ones(2))) == {"dearer_reward_mean": 0.0}
 
 
 def test_workers_split_the_state_off() -> None:
