@@ -25,6 +25,7 @@ class Context:
         answer_field: the field that is the answer, "" for the usual one, "none" where rows have none.
         row: import path of a function that makes the fields of each row, "" for none.
         system: system message before each prompt, "" for none.
+        chat_template_kwargs: variables of the chat template, each as NAME=VALUE.
         dtype: format of the model that computes.
         device: device of this rank.
         max_tokens: the longest response, in tokens.
@@ -72,6 +73,7 @@ class Context:
     answer_field: str = ""
     row: str = ""
     system: str = ""
+    chat_template_kwargs: tuple[str, ...] = ()
     dtype: str = "float32"
     device: str = "cpu"
     max_tokens: int = 16

@@ -94,6 +94,7 @@ ELSEWHERE_CALLED = {
         "prompt_field": "input_key",
         "answer_field": "label_key",
         "system": "system_prompt",
+        "chat_template_kwargs": "apply_chat_template_kwargs",
         "dtype": "bf16 fp16 torch_dtype",
         "lora": "use_peft lora_r lora_rank",
         "lora_targets": "lora_target_modules target_modules",

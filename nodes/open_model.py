@@ -68,7 +68,7 @@ def open_model(
         unread = unread or num_ranks(context.mesh) > 1  # each rank reads the regions that it keeps
         more: dict[str, Any] = {"new_head": issubclass(kind, Scorer), "unread": unread}
         model = load_model(kind, context.model, dtype, context.device, lora=lora, seed=context.seed, **more)
-        return model, load_tokenizer(str(read_adapters(context.model)[0]))
+        return model, load_tokenizer(str(read_adapters(context.model)[0]), context.chat_template_kwargs)
     config, tokenizer = initial_model(context.data)
     model = kind(config, torch_dtype(dtype), context.device, lora=lora)
     model.init_weights(context.seed)
@@ -82,11 +82,13 @@ def open_frozen_model(kind: type[M], context: Context) -> tuple[M, Tokenizer]:
 
 
 def require_model(kind: type[Decoder]) -> Callable[[Context], None]:
-    """Requirement of makers that open a model of this kind. It raises ModelError for a directory without such a model,
-    or with weights that are not finite; it reads one row of each tensor."""
+    """Requirement of makers that open the run's model as one of this kind. It raises ModelError for a directory without
+    such a model, or with weights that are not finite; it reads one row of each tensor. It raises TokenizerError for
+    variables that the chat template does not read."""
 
     def check(context: Context) -> None:
-        open_model(kind, replace(context, device="meta"))
+        _, tokenizer = open_model(kind, replace(context, device="meta"))
+        tokenizer.require_variables(context.chat_template_kwargs)
 
     return check
 
@@ -176,7 +178,7 @@ def run_spec(context: Context, lora: Lora | None = None) -> ModelSpec:
     if not context.model:
         return ModelSpec(*initial_model(context.data), lora, context)
     base, saved = read_adapters(context.model)
-    return ModelSpec(read_config(base), load_tokenizer(base), lora or saved, context)
+    return ModelSpec(read_config(base), load_tokenizer(base, context.chat_template_kwargs), lora or saved, context)
 
 
 def directory_spec(folder: str) -> ModelSpec:

@@ -72,8 +72,10 @@ def policy_spec(context: Context) -> ModelSpec:
 
 def require_policy(context: Context, rank: int = 0) -> None:
     """Raises ModelError for a directory without a language model, for adapters that the model cannot have, for new ones
-    of a rank above the shorter side of every matrix, and for `--replay-routing` of a model without experts."""
-    model, _ = open_model(CausalLM, replace(context, device="meta"), lora=lora_of(context, rank))
+    of a rank above the shorter side of every matrix, and for `--replay-routing` of a model without experts;
+    TokenizerError for variables that the chat template does not read."""
+    model, tokenizer = open_model(CausalLM, replace(context, device="meta"), lora=lora_of(context, rank))
+    tokenizer.require_variables(context.chat_template_kwargs)
     if model.lora is not None and not (context.model and read_adapters(context.model)[1]):
         side = max(min(x.weight.shape) for x in model.model.modules() if isinstance(x, LoraLinear))
         if model.lora.rank > side:
@@ -121,7 +123,7 @@ def _own(context: Context) -> Context:
 
 
 @opens(lambda context: run_spec(_own(context)))
-@requires(lambda context: require_model(CausalLM)(_own(context)))
+@requires(lambda context: open_model(CausalLM, replace(_own(context), device="meta")))
 def open_frozen(context: Context) -> Carried:
     """The model of the directory that the program's option `NAME_model` names, in the run's dtype; NAME is the name of
     the carried value. Without that option it is the run's own model.

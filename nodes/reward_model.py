@@ -188,7 +188,8 @@ def open_reward_model(context: Context) -> Carried:
     folder = _directory(context)
     unread = num_ranks(context.mesh) > 1  # each rank reads the regions that it keeps
     model = load_model(Scorer, folder, context.dtype, context.device, unread=unread).requires_grad_(False)
-    return FrozenRewardModel(model, load_tokenizer(folder), replace(context, model=folder))
+    tokenizer = load_tokenizer(folder, context.chat_template_kwargs)
+    return FrozenRewardModel(model, tokenizer, replace(context, model=folder))
 
 
 @opens(run_spec, lm_head=False, base=True, config=ModelConfig.from_json)

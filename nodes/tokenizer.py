@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Environment, Template, TemplateError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -30,6 +30,10 @@ FILES_OF_OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "
 _CHAT = '[{"role": "'
 # Placeholders for messages, to find the text that a template puts around them.
 _MARKS = "@@question@@", "@@answer@@", '@@"reply"@@'
+# What a template gets in any case; transformers passes the last two, too.
+_OURS = "messages", "add_generation_prompt", "tools", "documents"
+# The flag of `variables`.
+VARIABLES = "--chat-template-kwargs"
 
 
 # A message of a chat: its `role` and its `content`.
@@ -69,7 +73,7 @@ class TokenizerError(ValueError):
 class Tokenizer:
     """A tokenizer with its chat template. `stops` are the tokens that end a response; the first one is `eos`. `pad`
     fills rows; without one, other tools can encode no batches. `generation` are the settings of generation_config.json,
-    which are kept for other tools."""
+    which are kept for other tools. `variables` are those of the chat template that the run gives."""
 
     def __init__(
         self,
@@ -79,9 +83,10 @@ class Tokenizer:
         template: str | None = None,
         special: dict[str, str] | None = None,
         generation: dict[str, Any] | None = None,
+        variables: dict[str, Any] | None = None,
     ) -> None:
         self.backend, self.stops, self.pad, self.template = backend, tuple(stops), pad, template
-        self.special, self.generation = special or {}, generation or {}
+        self.special, self.generation, self.variables = special or {}, generation or {}, variables or {}
         self._unknown = backend.token_to_id(UNKNOWN)
         # Sequences of roles for which the template is known to include the text of each message.
         self._said = set[tuple[str, ...]]()
@@ -230,15 +235,22 @@ class Tokenizer:
         assert self.template is not None
         messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
         try:
-            # transformers passes the last two, too.
-            given = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None}
-            return _compiled(self.template).render(**given, **self.special)
+            given = dict(zip(_OURS, (messages, True, None, None), strict=True))
+            return _compiled(self.template).render({**self.variables, **given, **self.special})
         except Exception as error:  # a template is a program, which may raise anything
             # The message of a template's own error says enough.
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             needed = f"a template that renders messages of {', '.join(roles)}"
             why = f"{kind}{str(error).rstrip('.')}"
             raise TokenizerError(f"chat template: given one that fails: {why}, needed {needed}") from error
+
+    def require_variables(self, words: Iterable[str]) -> None:
+        """Raise TokenizerError for `template_variables` that the chat template does not read: they have no effect."""
+        parsed = _environment().parse(self.template or "")
+        known = meta.find_undeclared_variables(parsed) - {*_OURS, *self.special, *_environment().globals}
+        if unknown := sorted(template_variables(words).keys() - known):
+            needed = f"variables that the model's chat template reads: {', '.join(sorted(known)) or 'there are none'}"
+            raise TokenizerError(f"{VARIABLES}: given {', '.join(unknown)}, needed {needed}")
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens, without special ones."""
@@ -262,7 +274,7 @@ class Tokenizer:
         word = min(free, key=lambda word: "pad" not in word.lower(), default=None)
         pad = None if word is None else self.backend.token_to_id(word)
         special = {key: text for key, text in {**self.special, "pad_token": word}.items() if text is not None}
-        return Tokenizer(self.backend, self.stops, pad, self.template, special, self.generation)
+        return Tokenizer(self.backend, self.stops, pad, self.template, special, self.generation, self.variables)
 
     def save(self, folder: str | Path) -> None:
         """Write the files from which `load_tokenizer` makes an equal tokenizer."""
@@ -323,7 +335,22 @@ def byte_tokenizer(alphabet: str | None = None) -> Tokenizer:
     return Tokenizer(backend, (vocab[EOS],), vocab[PAD], generation={"pad_token_id": vocab[PAD]})
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
+def template_variables(words: Iterable[str]) -> dict[str, Any]:
+    """Variables of a chat template from words NAME=VALUE: the value as JSON, or the text itself if it is none."""
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not (equals and name.isidentifier()) or name in found:
+            needed = "NAME=VALUE, such as enable_thinking=false, each name once"
+            raise TokenizerError(f"{VARIABLES}: given {word!r}, needed {needed}")
+        try:
+            found[name] = json.loads(text)
+        except (ValueError, RecursionError):
+            found[name] = text
+    return found
+
+
+def load_tokenizer(folder: str | Path, variables: Iterable[str] = ()) -> Tokenizer:
     """The tokenizer of a model directory. Raises TokenizerError if it has none, or one that cannot be read."""
     folder = Path(folder)
     path = folder / "tokenizer.json"
@@ -371,7 +398,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     # it was made from it.
     settings = generation or {key: model[key] for key in ("bos_token_id", "pad_token_id") if key in model}
     settings = {key: value for key, value in settings.items() if key != "_from_model_config"}
-    tokenizer = Tokenizer(backend, stops, pad, template, special, settings)
+    tokenizer = Tokenizer(backend, stops, pad, template, special, settings, template_variables(variables))
     if isinstance(most, int) and tokenizer.vocab_size > most:
         given, needed = f"token {tokenizer.vocab_size - 1}", f"tokens below {most}, the vocab_size of config.json"
         raise TokenizerError(f"{path}: given {given}, needed {needed}: a tokenizer of another model?")
@@ -440,6 +467,11 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> Template:
+    return _environment().from_string(template)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Environment:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
@@ -451,4 +483,4 @@ def _compiled(template: str) -> Template:
     # Templates of Mistral and Llama write today's date. A run's prompts must not depend on the day: use the date that
     # Llama 3's templates write if this function is missing.
     environment.globals["strftime_now"] = date(2024, 7, 26).strftime
-    return environment.from_string(template)
+    return environment

@@ -161,6 +161,8 @@ class DataOptions:
     rejected), or None to skip the row."""
     system: Annotated[str, Shown("TEXT", "none")] = Context.system
     """System message before each prompt of --data, for models with a chat template."""
+    chat_template_kwargs: Annotated[tuple[str, ...], Shown("NAME=VALUE …", "none")] = Context.chat_template_kwargs
+    """Variables of the model's chat template, such as enable_thinking=false. A VALUE is JSON, or else a text."""
     eval_groups: Count = 500
     """Held-out problems on which accuracy is measured before and after training; 0: not measured."""
 

@@ -644,6 +644,46 @@ def test_a_chat_template_gives_the_same_prompt_as_transformers(tmp_path: Path, p
     assert tokenizer.encode_prompt("what is").count(0) == 1
 
 
+def test_variables_of_a_chat_template_give_the_same_prompt_as_transformers(tmp_path: Path) -> None:
+    """Qwen3 thinks unless `enable_thinking` is false."""
+    transformers = pytest.importorskip("transformers")
+    template = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %} is{% endif %}{{ effort }}"
+    folder = words_folder(tmp_path, chat_template=template)
+    message = [{"role": "user", "content": "what"}]
+    other = transformers.AutoTokenizer.from_pretrained(folder)
+    said = set[str]()
+    for words, given in (
+        ((), {}),
+        (("enable_thinking=false",), {"enable_thinking": False}),
+        (["enable_thinking=true", "effort=what is"], {"enable_thinking": True, "effort": "what is"}),
+        (("effort=",), {"effort": ""}),
+        (("effort=3",), {"effort": 3}),
+    ):
+        tokenizer = load_tokenizer(folder, words)
+        expected = other.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **given)
+        assert tokenizer.render("what") == expected
+        tokenizer.require_variables(words)
+        said.add(expected)
+    assert len(said) == 4
+
+
+@pytest.mark.parametrize("word", ["enable_thinking", "=1", "a b=1", "effort=1"])
+def test_words_that_are_no_variables_are_refused(tmp_path: Path, word: str) -> None:
+    folder = words_folder(tmp_path, chat_template=TEMPLATE)
+    with pytest.raises(TokenizerError, match=r"--chat-template-kwargs: given '.*', needed NAME=VALUE"):
+        load_tokenizer(folder, ["effort=1", word])
+
+
+@pytest.mark.parametrize("name", ["enable_thinkin", "messages", "add_generation_prompt", "bos_token"])
+def test_variables_that_the_chat_template_does_not_read_are_refused(tmp_path: Path, name: str) -> None:
+    read = TEMPLATE + "{{ bos_token }}{% if enable_thinking %} is{% endif %}"
+    said = f"given {name}, needed variables that the model's chat template reads: "
+    with pytest.raises(TokenizerError, match=f"{said}enable_thinking$"):
+        load_tokenizer(words_folder(tmp_path, chat_template=read)).require_variables([f"{name}=1"])
+    with pytest.raises(TokenizerError, match=f"{said}there are none$"):
+        byte_tokenizer().require_variables([f"{name}=1"])
+
+
 @pytest.mark.parametrize(
     ("names", "said"),
     [

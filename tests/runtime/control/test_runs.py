@@ -151,6 +151,7 @@ def test_a_ranks_setup_has_the_options_that_nodes_see() -> None:
     given |= {"model": "/model", "data": "words", "recompute": "layer", "micro_tokens": 64, "logit_elements": 4096}
     given |= {"data_split": "s", "eval_data": "others", "eval_split": "t", "prompt_field": "p", "answer_field": "a"}
     given |= {"row": "m:f", "system": "Be brief.", "segment": 5, "max_prompt": 99, "held_out": 7}
+    given |= {"chat_template_kwargs": ("enable_thinking=false",)}
     given |= {"lora": 4, "lora_alpha": 8.0, "lora_targets": ("q_proj",), "optimizer_state": "host"}
     given |= {"replay_routing": True, "invariant": True, "engine": "vllm", "mismatch_limit": 0.5}
     given |= {"versions": "pinned", "deterministic": True, "lr_warmup": 4, "lr_decay": "cosine"}
