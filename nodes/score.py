@@ -38,11 +38,12 @@ _DIGITS = (
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?!,[0-9]{3})|[0-9]++)(?:\.[0-9]++|(?!\.[0-9]))|\.[0-9]++)"
     r"(?:[eE][+-]?[0-9]++|(?![eE][+-]?[0-9]))"
 )
+_MONEY = r"(?:[A-Z]{0,2}[$€£¥₹₩₽]|(?:USD|EUR|GBP|Rs\.?)\s?)"
 # Possessive, so that no part of "12,34" or "1.2.3" is taken for a number. A minus belongs to the number unless it
-# follows something to subtract from: "48-24" holds 48 and 24.
+# follows something to subtract from: "48-24" holds 48 and 24. A digit after a letter is a part of a name or unit: cm2.
 _NUMBER = re.compile(
-    rf"""(?P<sign>(?:(?<![\w.)−-])(?:[−-]\s?|–)\$?|\$[−-]?)?)
-    (?<![0-9.])(?<![0-9][,/eExX])
+    rf"""(?P<sign>(?:(?<![\w.)−-])(?:[−-]\s?|–){_MONEY}?|{_MONEY}[−-]?)?)
+    (?:(?<![0-9.])|(?<=Rs\.))(?<![0-9][,/eExX])(?:(?<![A-Za-z])|(?<=USD)|(?<=EUR)|(?<=GBP)|(?<=Rs))
     (?:(?P<whole>[0-9]++)\s++(?=[0-9]++/[0-9])|(?![0-9]++\s++[0-9]++/[0-9]))
     (?P<top>{_DIGITS})(?:\s?/\s?(?P<bottom>[−-]?{_DIGITS})|(?!\s?/\s?[−-]?\.?[0-9]))
     (?!\s?/\s?[−-]?[0-9]|[.,]?[0-9]|[xX][0-9a-fA-F])
@@ -53,11 +54,17 @@ _NUMBER = re.compile(
 _MOST_DIGITS = 4_000
 # A lookbehind for this many digits, which begin a number or follow a space in one.
 _HEAD = "(?<=(?<![0-9.,])[0-9]{{{}}})"
+_FRACTIONS = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅛": "1/8"}
 # How LaTeX writes a number, and its plain form; applied in this order.
 _LATEX = [
     (re.compile(pattern), plain)
     for pattern, plain in (
-        (r"\\!\s*|\\(?:left|right|displaystyle)\b", ""),
+        (r"\\!\s*|\\(?:left|right|displaystyle)\b|[\u200b-\u200d\u2060\ufeff]", ""),
+        (r"[\u2010-\u2012\ufe63\uff0d]", "-"),
+        *((rf"([0-9]?)\s?{sign}", rf"\1 {plain} ") for sign, plain in _FRACTIONS.items()),
+        (r"(?<=[−-])\s+(?=\\[dt]?frac)", ""),
+        # A mark of a list or a minus; a dash between words or a minus.
+        (rf"(?<=\n)[ \t]*-[ \t]+(?={_MONEY}?[0-9.])|(?<!\S)—(?={_MONEY}?[0-9.])", "≈"),
         (r"\\q?quad\b", "  "),
         (r"(?:\^\s*+\{?+\s*+\\circ\s*+\}?|°)(?:\s*+(?:\\(?:text|mathrm)\s*\{\s*[CF]\s*\}|[CF]\b))?", ""),
         (r"\{,\}|(?<=[0-9])\\,(?=[0-9]{3})", ","),
@@ -83,20 +90,37 @@ _TWO_READINGS = re.compile(
 # A number after the first or before the second pattern is a part of an expression, such as 2^{10}, \sqrt{2}, √2, 3\pi,
 # 3², 3i, "3k", 2 * 3, "minus 3" or "3 squared"; or it follows "not", "about" or a comparison. Marks of Markdown have a
 # space on one side (*Step 2* 3), operators on none or on both. "At least 3" may be all of an answer; in 5!=120 the mark
-# belongs to the 5.
+# belongs to the 5. So is the second of "5 hours 30 minutes", "2 and 3/4", "3 or 4", "10:30", "f(5)" or "(1/2)(3)", and
+# one after a minus with a mark between them: -(5), -**5**.
 _FUNCTIONS = "sqrt|log|ln|sin|cos|tan"
 _UNEQUAL, _EQUAL = r"(?<![\w)}\]])!=", re.compile(r"(?<![^\w)}\]]!)=")
 _WITHIN = (
     re.compile(
         rf"(?:[\^_{{√∛∜±≈≠≤≥]|{_UNEQUAL}|[\w)}}$]\s*(?:<|(?<!>)>)=?|\+/|[0-9]\*\*|\\[A-Za-z]+|(?:{_FUNCTIONS})\s*\("
         r"|[0-9][)}]*(?:[*×·⋅÷+](?!\s)|[ \t]+(?:[*×·⋅÷+]|(?i:times|plus|(?:divided|multiplied) by))(?=[ \t]+[−-]?\s*$))"
+        r"|[0-9]\s?(?:%|(?i:percent))?\s+(?i:and|or|of|out of|mod|choose|remainder)"
+        rf"|[0-9]\s?(?i:{'|'.join(_SCALES)})s?(?: and)?"
         rf"|\b(?i:not|than|about|approximately|approx\.?|roughly|around|nearly|almost"
         rf"|(?:minus|negative|twice|half|double|root|{_FUNCTIONS})(?:\s+of)?))\s*[−-]?\s*$"
+        r"|(?:(?<![\w.)])[−–-](?:[(\[{|`_*]+| \()\s?|\*\*[−–-]\*\*|[A-Za-z]\(|\)\s?\(|[0-9]:|[0-9]{4}-[0-9]{1,2}-)$"
     ),
     re.compile(
         r"!|\s*(?:[\^_{}]|\\|\*\*\s*[0-9(]|[√π])|[ijkKMBTnxyz]\b|[¹²³⁰⁴-⁹₀-₉½⅓⅔¼¾⅛]"
         r"|\s*(?:squared|cubed|factorial|pi|tenths?|hundredths?|thousandths?|millionths?|[bm]n|lakhs?|crores?)\b"
+        rf"|(?:{'|'.join(rf'(?<=[.][0-9]{{{n}}})' for n in range(1, 9))})(?:\.\.|…)"
     ),
+)
+# A quantity of two units, such as "5 hours 30 minutes" or "$5 and 25 cents": what is before its second number, and the
+# unit after that.
+_LARGER = "hours?|hrs?|minutes?|mins?|feet|foot|ft|pounds?|lbs?|dollars?|euros?|years?|months?|weeks?|days?"
+_SMALLER = "minutes?|mins?|seconds?|secs?|inch(?:es)?|cents?|ounces?|oz|months?|weeks?|days?|hours?"
+_PARTS = re.compile(rf"[0-9]\s*(?:{_LARGER}),?(?:\s+and)?\s+$"), re.compile(rf"\s*(?:{_SMALLER})\b")
+# What makes the first number after "####" a part of more than a number.
+_GOES_ON = re.compile(
+    rf"[ \t]*(?:\+|[*×·÷=<>≈]\s?[−$(-]*[0-9\\]|[−–-]\s?\$?\(?[0-9]|[,;]\s?[−$-]*[0-9]|[ixyz][ \t.]*$"
+    rf"|(?:%|percent)?\s*\b(?:and|or|to|of|x|mod|choose|times|plus|minus|remainder)\s+[−$(-]*[0-9]"
+    rf"|(?:{_LARGER}),?(?:\s+and)?\s+[0-9.]+\s*(?:{_SMALLER})\b)|[ \t]+[0-9]",
+    re.MULTILINE,
 )
 # The same of a box, such as \boxed{3}^2, 2\boxed{3}, \sqrt{\boxed{3}} or -\boxed{3}. Degrees are a unit.
 _OPERATORS = r"\\(?:cdot|times|div|pm|mp)(?![A-Za-z])|[×·÷±√]"
@@ -104,16 +128,16 @@ _AROUND_BOX = (
     re.compile(
         rf"(?:(?:{_OPERATORS}|[\^_]\s*\{{?|[0-9)}}]\s*[*/+]|[0-9=($)}}]\s*[−-]|\\?\b(?:{_FUNCTIONS})\s*[({{]?"
         rf"|\\(?:sqrt(?:\[[0-9]\])?|[dt]?frac(?:\{{[^{{}}]*\}})?)\s*\{{"
-        rf"|\b(?i:not|than|about|approximately|roughly|minus|negative))\s*|[0-9−-])$"
+        rf"|\b(?i:not|than|about|approximately|roughly|minus|negative)|[0-9}}]\$?\s+(?i:or|and)\s+\$?)\s*|[0-9−-])$"
     ),
     re.compile(
         rf"[!0-9]|\.[0-9]|[ijkKMBTnxyz]\b|\s*+(?:{_OPERATORS}|\^\s*+\{{?\s*+[0-9A-Za-z+−-]|_\s*+\{{?\s*+[0-9]|[/+−-]\s*[0-9\\]|[¹²³⁰⁴-⁹π]"
         rf"|\*\s*[0-9]|\*\*[0-9]|\\(?:{_FUNCTIONS}|pi|[dt]?frac)(?![A-Za-z])"
-        rf"|\$?\s*(?:{'|'.join(_SCALES)}|squared|cubed|factorial)\b)"
+        rf"|\$?\s*(?:{'|'.join(_SCALES)}|squared|cubed|factorial|(?:is|was)\s+(?:not|wrong|incorrect|false))\b)"
     ),
 )
 # Words that deny a number in a box, before or after it.
-_DENIED = re.compile(r"\b(?:not|than|or|except)\b")
+_DENIED = re.compile(r"\b(?:not|than|or|except|wrong|incorrect|false)\b")
 # A time with its half of the day, and dates: algebra and numbers with units would find others equal to them.
 _MONTHS = (
     "Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sept?(?:ember)?|Oct(?:ober)?"
@@ -214,8 +238,9 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
     of the text. If the reference is a number, so must the answer be, and they are compared exactly, as fractions.
     Numbers are whole, decimal (1,072.50, 1 072.5), fractions (18/2, 1 1/2, `\frac{9}{2}`), powers of ten (2e-3; in a
     box `2 \times 10^{-3}`) or with a word (3 million); currency, percent and units do not count. No numbers are: an
-    expression with this value, a box in an expression, "about 3", "3!", "> 3", and a text with two readings, such as
-    "5 200 dollar notes". For a number with a base, `52_8`, digits and base must be the same.
+    expression with this value, a box in an expression, "about 3", "3!", "> 3", "3 or 4", "3 hours 30 minutes", and a
+    text with two readings, such as "5 200 dollar notes". For a number with a base, `52_8`, digits and base must be the
+    same.
 
     Any other reference, such as `2\sqrt{3}` or `(0, \frac{\pi}{2})`, is compared by `math-verify` (the extra `math`).
     It gives up after `symbolic_math.DEADLINE_S` seconds: then the answer counts as wrong, and the run warns. A time
@@ -319,8 +344,9 @@ def final_number(text: str) -> Fraction | None:
     if not matches:
         return None
     match = matches[0 if FINAL in text else -1]
+    goes_on = FINAL in text and _GOES_ON.match(plain, match.end())
     # A text that ends with an expression does not end with a number in it.
-    return None if _is_within(match) else _value(match)
+    return None if goes_on or _is_within(match) else _value(match)
 
 
 def _stamp(text: str, like: tuple[str, ...] = ()) -> tuple[str, ...] | None:
@@ -361,8 +387,15 @@ def _only(text: str) -> Fraction | None:
 
 def _is_within(match: re.Match[str]) -> bool:
     """True if this number is a part of an expression."""
-    (before, after), text = _WITHIN, match.string
-    return bool(before.search(text[max(0, match.start() - _NEAR) : match.start()]) or after.match(text, match.end()))
+    text, (start, end) = match.string, match.span()
+    near = text[max(0, start - _NEAR) : start]
+    # The value of |-5| is 5.
+    return bool(
+        _WITHIN[0].search(near)
+        or _WITHIN[1].match(text, end)
+        or (_PARTS[0].search(near) and _PARTS[1].match(text, end))
+        or (match["sign"] and near.endswith("|"))
+    )
 
 
 def _without_latex(text: str) -> str:
@@ -399,7 +432,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
     if not bottom:
         return None
     value = (top / bottom + (whole if match["whole"] else 0)) * _SCALES.get(match["scale"], 1)
-    return -value if match["sign"].strip("$ ") else value
+    return -value if re.search("[−–-]", match["sign"]) else value
 
 
 def computes(call: Call) -> None:
