@@ -4,9 +4,9 @@
 
 `formats`: responses to held-out prompts are sampled by the model in float32 and scored by it in each format. `kl` is
 the mean over their tokens of KL(float32 || format), in nats, over the whole vocabulary, and `largest` the largest of
-one token; `mean |log p|` is the mean absolute difference of the sampled tokens' log-probabilities; `reward` is the
-share of held-out problems that greedy responses of a generator in that format solve. The sender of a weight sync
-converts the weights. fp8 is emulated here.
+one token; `kl of bfloat16` is the same mean of KL(bfloat16 || format). `distance` is the mean absolute difference of
+the sampled tokens' log-probabilities to float32; `reward` is the share of held-out problems that greedy responses of a
+generator in that format solve. The sender of a weight sync converts the weights. fp8 is emulated here.
 
 `decoding`: tokens per second of a generator with all slots in use, on one thread, with random weights: float32,
 bfloat16, and int8 with activations between products in either of them.
@@ -100,17 +100,21 @@ def formats(folder: str, sampled: int, problems: int) -> list[dict[str, Any]]:
     wide = Reader(context, "float32")
     rollouts = wide.answers(sampled, samples=8)
     reference_PV, reference_P = wide.logprobs(rollouts)
+    half = Reader(context, "bfloat16")
+    half.answers(1, samples=1)  # it needs an engine
+    half_PV, _ = half.logprobs(rollouts)
     rows: list[dict[str, Any]] = []
     for name in FORMATS:
         reader = Reader(context, name)
         greedy = reader.answers(problems, samples=1, temperature=0.0)
         reward = float(score.fn(Rollouts.concat(greedy), by=math_answer)[0].values_N.mean())
         own_PV, own_P = reader.logprobs(rollouts)
-        kl_P = (reference_PV.exp() * (reference_PV - own_PV)).sum(-1).double()
+        kl_P, of_half_P = ((p.exp() * (p - own_PV)).sum(-1).double() for p in (reference_PV, half_PV))
         distance_P = (own_P - reference_P).abs()
         kl = {"kl": float(kl_P.mean().clamp(min=0)), "largest": float(kl_P.max())}
+        kl["kl of bfloat16"] = float(of_half_P.mean().clamp(min=0))
         distance = float(distance_P.mean())
-        rows.append({"format": name, "tokens": len(own_P), **kl, "mean |log p|": distance, "reward": reward})
+        rows.append({"format": name, "tokens": len(own_P), **kl, "distance": distance, "reward": reward})
         print(json.dumps(rows[-1]), flush=True)
     for row in rows:
         row["over float32"] = row["reward"] - rows[0]["reward"]

@@ -19,6 +19,7 @@ from penstock.graph.protocols import rule_of
 from penstock.graph.types import Advantages, Replies, Rollouts, Weights
 from penstock.nodes.generate import attention, generate, make_engine
 from penstock.nodes.generate.engines import engine_lacks
+from penstock.nodes.generate.kv_cache import Cache, CacheSize
 from penstock.nodes.learn.logprobs import route_of
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.model import CausalLM, Lora, ModelConfig, ModelError, Scorer, causal, load_model, read_config
@@ -36,7 +37,7 @@ from penstock.runtime.plan.sync_cost import stages, tensors
 from tests.nodes.family_cases import CONFIGS, config_of, directory, random_model
 from tests.nodes.rank_cases import OPTIONS
 from tests.nodes.ranked import spawn
-from tests.nodes.test_generate import drain, prompts, run
+from tests.nodes.test_generate import CACHE_CONFIG, SLOTS, Operations, drain, prompts, run
 from tests.nodes.tiny_model import TOKENIZER, export, save
 from tests.nodes.updating import batch, equal
 
@@ -548,3 +549,18 @@ def test_heads_whose_width_vllm_does_not_read_are_refused(family: str, hidden: i
 def test_temperatures_that_vllm_does_not_sample_at_are_refused(temperature: float, refused: int) -> None:
     assert len(engine_lacks("vllm", Context(), temperature, None)) == refused
     assert not engine_lacks("penstock", Context(), temperature, None)
+
+
+@pytest.mark.parametrize("family", sorted(name for name, own in FAMILIES.items() if not own.experts))
+def test_a_layer_on_meta_tensors_is_at_most_sixteen_operations_of_a_model_with_two_norms_a_layer(family: str) -> None:
+    """Gemma 3 has four: with those of queries and keys six."""
+    counts = []
+    for layers in (2, 3):
+        model = CausalLM(config_of(family, replace(CACHE_CONFIG, num_hidden_layers=layers)), device="meta")
+        cache = Cache(CacheSize(model.config, SLOTS, 64, 8, torch.float32, "meta"))
+        tokens_R1, positions_R = torch.zeros(2, SLOTS, dtype=torch.long, device="meta")
+        cache.begin(torch.arange(SLOTS, device="meta"), positions_R)
+        with torch.inference_mode(), Operations() as seen:
+            model(tokens_R1[:, None], positions_R[:, None], cache.attend)
+        counts.append(seen.names)
+    assert len(counts[1]) - len(counts[0]) <= (18 if family == "gemma3_text" else 16)
