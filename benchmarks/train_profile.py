@@ -5,11 +5,13 @@
 The work of one update at lag 1, in one process on one thread: the engine samples the responses of `train.py`, eight per
 prompt, and `aipo_update` learns from them. `products` are matrix products except those of attention; `of the peak` is
 their rate over that of a large product in the same run. `between operations` is the rest of the seconds that the work
-takes without a profiler: Python, autograd, transposed factors. A pass of generation is one call of C, whose parts a
-profiler does not see. While both cores of a pair work, as in `train.py`, everything takes longer.
+takes without a profiler: Python, autograd, transposed factors. A pass of generation is one call of C: the functions
+that it calls are timed (`timed_parts.c`), and the rest of it are `products`, with the activations and sums that follow
+them. While both cores of a pair work, as in `train.py`, everything takes longer.
 """
 
 import argparse
+import ctypes
 import json
 import tempfile
 import time
@@ -27,8 +29,10 @@ from train import MODELS, PROMPT_TOKENS, PROMPTS, SAMPLES, TOKENS, multiplies_bf
 from penstock.graph.context import Context
 from penstock.graph.types import Advantages, Prompts, Rollouts, Weights
 from penstock.nodes.generate import make_engine
+from penstock.nodes.generate.decode import DecodePass
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.model import CausalLM
+from penstock.nodes.model.compiled import compile_c
 from penstock.nodes.open_model import open_model
 from penstock.nodes.policy import make_policy
 
@@ -38,12 +42,15 @@ KINDS = {
     "norms, gates, rotations": ("penstock::rms_norm", "penstock::gated", "penstock::rotate"),
 }
 """Prefixes of the names of operations; a name belongs to the first kind that matches."""
+PRODUCTS, ATTENTION, NORMS = KINDS
 OTHER, REST = "other operations", "between operations"
+IN_A_PASS = {"rms_norm": NORMS, "rotate": NORMS, "attend": ATTENTION, "draw": OTHER}
+"""The functions that a pass of generation calls, in the order of `timed_parts.c`."""
 REPEATS = 3
 
 
-def sampling(folder: Path, dtype: str) -> Callable[[], Rollouts]:
-    """Return a function that samples the responses of a batch."""
+def sampling(folder: Path, dtype: str) -> tuple[Callable[[], Rollouts], DecodePass]:
+    """Return a function that samples the responses of a batch, and the passes that it makes."""
     context = Context(node="generate", model=str(folder), dtype=dtype, slots=PROMPTS * SAMPLES, max_tokens=TOKENS)
     engine = make_engine(context, samples=SAMPLES)
     weights = Weights(0, open_model(CausalLM, context)[0].state_dict())
@@ -59,7 +66,8 @@ def sampling(folder: Path, dtype: str) -> Callable[[], Rollouts]:
         engine.slots.forget()  # otherwise the next round finds its prompts already computed
         return Rollouts.concat(found)
 
-    return sample
+    assert engine.decode is not None, "needed a C compiler, and a CPU with AVX2"
+    return sample, engine.decode
 
 
 def learning(folder: Path, dtype: str, given: Rollouts) -> Callable[[], object]:
@@ -93,6 +101,43 @@ def seconds_by_kind(work: Callable[[], object]) -> dict[str, float]:
     return {"seconds": seconds, **found, REST: max(0.0, seconds - sum(found.values()))}
 
 
+def seconds_of_passes(work: Callable[[], object], passes: DecodePass) -> dict[str, float]:
+    """The same for work that makes passes of generation."""
+    work()
+    seconds = median(clock(work) for _ in range(REPEATS))
+    timed = compile_c(Path(__file__).with_name("timed_parts.c"), passes.model.dtype)
+    called = (ctypes.c_void_p * len(IN_A_PASS)).in_dll(timed, "called")
+    took = (ctypes.c_double * len(IN_A_PASS)).in_dll(timed, "seconds")
+    for number, name in enumerate(IN_A_PASS):
+        called[number] = getattr(passes.given, name)
+        setattr(passes.given, name, ctypes.cast(getattr(timed, name), ctypes.c_void_p).value)
+    in_all = 0.0
+
+    def adding(call: Callable[..., Any]) -> Callable[..., Any]:
+        def added(*given: Any) -> Any:
+            nonlocal in_all
+            began = time.perf_counter()
+            found = call(*given)
+            in_all += time.perf_counter() - began
+            return found
+
+        return added
+
+    for name in ("hidden", "logits", "sample"):
+        setattr(passes, name, adding(getattr(passes, name)))
+    rounds: list[dict[str, float]] = []
+    for _ in range(REPEATS):
+        took[:], in_all = [0.0] * len(IN_A_PASS), 0.0
+        work()
+        kinds = dict.fromkeys([*KINDS, OTHER], 0.0)
+        for own, kind in zip(took, IN_A_PASS.values(), strict=True):
+            kinds[kind] += own
+        kinds[PRODUCTS] = in_all - sum(kinds.values())
+        rounds.append(kinds)
+    found = {kind: median(kinds[kind] for kinds in rounds) for kind in rounds[0]}
+    return {"seconds": seconds, **found, REST: max(0.0, seconds - sum(found.values()))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -107,18 +152,18 @@ def main() -> None:
             hidden, layers, *_ = MODELS[name]
             folder = Path(scratch) / name
             write_model(folder, hidden, layers)
-            sample = sampling(folder, dtype)
+            sample, passes = sampling(folder, dtype)
             given = sample()
             tokens = float(given.response_lengths_N.float().mean())
             # One pass samples, one learns, and the backward pass has twice the products of a pass.
             whole = flops(hidden, layers, Batch(PROMPTS, SAMPLES, PROMPT_TOKENS, tokens))
             for work, share in ((sample, 1 / 4), (learning(folder, dtype, given), 3 / 4)):
-                found = seconds_by_kind(work)
+                found = seconds_of_passes(work, passes) if work is sample else seconds_by_kind(work)
                 seconds = found.pop("seconds")
                 row: dict[str, Any] = {"model": name, "work": "generate" if work is sample else "update"}
                 shares = {kind: f"{part / seconds:.0%}" for kind, part in found.items()}
                 shares["products, of the peak"] = f"{share * whole / found['products'] / most:.0%}"
-                row |= {"seconds": round(seconds, 2)} | (dict.fromkeys(shares, "–") if work is sample else shares)
+                row |= {"seconds": round(seconds, 2)} | shares
                 row["all, of the peak"] = f"{share * whole / seconds / most:.0%}"
                 rows.append(row)
                 print(json.dumps(row), flush=True)
