@@ -200,12 +200,20 @@ def measured(
 ) -> list[dict[str, Any]]:
     """Measure all systems; return a row per system, with the updates of all its runs."""
     found: dict[str, list[dict[str, Any]]] = {}
+
+    def add(system: str, run: dict[str, Any]) -> None:
+        found.setdefault(system, []).append(run)
+        print(
+            f"{dtype} {system}, run {len(found[system])} of {repeats}: {median(run['step_s']):.2f} s an update",
+            flush=True,
+        )
+
     for turn in range(repeats):
         for lag in (0, 1):
             out = place / f"penstock-{dtype}-{lag}-{turn}"
-            found.setdefault(f"lag {lag}", []).append(penstock(place / "model", data, lag, updates, dtype, out))
+            add(f"lag {lag}", penstock(place / "model", data, lag, updates, dtype, out))
         if (other := trl(place / "model", data, max(6, updates // 2), dtype, place / "trl")) is not None:
-            found.setdefault("trl", []).append(other)
+            add("trl", other)
     if "trl" not in found:
         print(f"{dtype} trl: not installed (pip install 'penstock[bench]'), left out")
     tokens = found["lag 1"][-1]["tokens"]

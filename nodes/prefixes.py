@@ -131,7 +131,11 @@ def _places(rollouts: Rollouts, row: int, logprobs_NT: Tensor, spec: ModelSpec, 
         pair[len(before) :] if pair.startswith(before) else own
         for pair, before, own in zip(pairs, ["", *alone], alone, strict=False)
     ]
-    named = list(at(Said(texts, logprobs_NT[row, : len(tokens)].tolist())))
+    try:
+        named = list(at(Said(texts, logprobs_NT[row, : len(tokens)].tolist())))
+    except Exception as error:
+        error.add_note(f"{where}: response {rollouts.texts[row]!r:.80}")
+        raise
     for place in named:
         if not (isinstance(place, int) and 0 <= place < max(1, len(tokens))):
             given = f"{place!r} by {getattr(at, '__name__', repr(at))}"

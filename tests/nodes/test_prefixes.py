@@ -275,6 +275,22 @@ def test_places_are_told_by_texts_and_tokens() -> None:
     assert list(after_tokens(said, tokens=3)) == [3, 6]
 
 
+def test_an_error_of_a_users_places_names_the_group_the_row_and_its_response(context: Context) -> None:
+    rollouts = begin(context, 1)
+    broken = iter([[], KeyError("x")])
+
+    def places(said: Said) -> list[int]:
+        if isinstance(found := next(broken), KeyError):
+            raise found
+        return found
+
+    with pytest.raises(KeyError) as raised:
+        cut.fn(rollouts, at=places, context=context)
+    (note,) = raised.value.__notes__
+    assert rollouts.place(1) in note
+    assert repr(rollouts.texts[1]) in note
+
+
 def test_places_that_are_none_and_rollouts_that_nothing_can_be_cut_of_are_refused(context: Context) -> None:
     rollouts = begin(context, 2)
     for places, error in (([99], "given 99 by"), ([-1], "given -1 by"), ([1.5], "given 1.5 by")):
