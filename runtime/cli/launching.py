@@ -382,7 +382,8 @@ def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: 
     rows += [("report", report)] if report else []
     for name, one in summary.get("tracked", {}).items():
         lacking = "" if one["complete"] else f" ({one['updates']} of {done} updates)"
-        rows.append(("tracked", f"{name}: {one['where'] or 'its client opened nothing'}{lacking}"))
+        nothing = f"its client opened nothing{' in this life' if one['updates'] else ''}"
+        rows.append(("tracked", f"{name}: {one['where'] or nothing}{lacking}"))
     at, damaged = summary.get("checkpoint", 0), summary.get("damaged", ())
     if summary["status"] == "stopped" or (summary["status"] == "failed" and (at or damaged)):
         begin = f"update {at}" if at else "the beginning"

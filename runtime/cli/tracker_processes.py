@@ -1,8 +1,8 @@
 """The trackers of a run, seen from its command: a process for each, which follows the run folder by itself.
 
 The command starts them, shows their messages, and waits for them at the end, for a limited time. A tracker never
-changes how a run goes or ends: its first failure is reported with its name, on the display and in the summary's
-`warnings`.
+changes how a run goes or ends: its first failure is reported with its name, on the display and, unless its client has
+taken everything since, in the summary's `warnings`.
 """
 
 import json
@@ -24,7 +24,8 @@ from penstock.runtime.record.checkpoints import latest_checkpoint
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.folder import AppendFile, RunFolder
 from penstock.runtime.record.metrics import keep_rows
-from penstock.runtime.record.trackers import without_secrets
+from penstock.runtime.record.trackers import FOLDER, without_secrets
+from penstock.runtime.record.typed_json import TrackerMemory
 
 # Seconds after a run's end until trackers are killed, and until a message says that the command waits for them.
 END_S, ALOUD_S = 60.0, 2.0
@@ -35,13 +36,18 @@ LAST_LINES_S = 0.5
 
 
 class TrackerProcess:
-    """One tracker of a run whose next update is `first`. `where`, `logged` and `closed` are its last report; `warning`
-    is the first failure, "" for none."""
+    """One tracker of a run whose next update is `first`. `where`, `logged` and `closed` are its last report; until it
+    has opened the run, `logged` is that of an earlier life. `warning` is the first failure that is not mended, ""
+    for none; one that the client raised replaces that it is slow."""
 
     def __init__(self, name: str, folder: RunFolder, first: int, tell: Callable[[Line], None]) -> None:
         self.name, self._tell, self._lock = name, tell, Lock()
         self.where, self.logged, self.closed, self.warning = "", -1, False, ""
+        with suppress(RecordError):  # a first life
+            self.logged = folder.read_json(f"{FOLDER}/{name}.json", TrackerMemory)["logged"]
         self.ending = False
+        # Of the warning: whether it is only that the client is slow. What was shown is not shown again.
+        self._slow, self._shown = False, set[str]()
         self._log = AppendFile(folder.logs / f"tracker-{name}.log")
         # Clients leave temporary files there if they do not end in order.
         self._temporary = TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True)
@@ -71,8 +77,12 @@ class TrackerProcess:
             self.closed = self.closed or "closed" in said
             if "note" in said:
                 self._say({"level": "info", "text": f"{self.name}: {said['note']}"})
+            if "slow" in said:
+                self.warn(f"{said['slow']}; logs/tracker-{self.name}.log has what it printed", slow=True)
             if "failed" in said:
                 self.warn(said["failed"])
+            if "well" in said:
+                self._withdraw()
         if not self.ending:
             status = self.process.wait()
             how = f"signal {-status}" if status < 0 else f"status {status}"
@@ -87,14 +97,26 @@ class TrackerProcess:
             with suppress(RecordError):  # a full disk: the run itself says so
                 self._log.write(text)
 
-    def warn(self, text: str) -> None:
-        """Report a failure, if it is the first one."""
+    def warn(self, text: str, slow: bool = False) -> None:
+        """Report a failure, if it is the first one; a client that was only `slow` so far may fail after that."""
         with self._lock:
-            first, self.warning = not self.warning, self.warning or f"{self.name}: {text}"
-        if first:
+            if self.warning and (slow or not self._slow):
+                return
+            self.warning, self._slow = f"{self.name}: {text}", slow
             # While the command waits for trackers, the run has ended.
             meanwhile = "" if self.ending else "; the run goes on"
-            self._say({"level": "warning", "text": f"{self.warning}{meanwhile}"})
+            self._say_once("slow" if slow else "failed", "warning", f"{self.warning}{meanwhile}")
+
+    def _withdraw(self) -> None:
+        """Drop the warning: the client has what it lacked."""
+        with self._lock:
+            self.warning = ""
+            self._say_once("well", "info", f"{self.name}: its client goes on, and has what it lacked")
+
+    def _say_once(self, kind: str, level: str, text: str) -> None:
+        if kind not in self._shown:
+            self._shown.add(kind)
+            self._say({"level": level, "text": text})
 
     def _say(self, note: Line) -> None:
         with suppress(OSError):  # the terminal is gone
@@ -163,7 +185,7 @@ class TrackerProcesses:
             tracker.end()
             has = f"it has {tracker.logged + 1} of {updates} updates"
             if not ended:
-                tracker.warn(f"{why}; {has}")
+                tracker.warn(f"{why}; {has}; logs/tracker-{tracker.name}.log has what it printed")
             elif not tracker.closed:
                 tracker.warn(f"did not take all of the run; {has}")
             found[tracker.name] = {

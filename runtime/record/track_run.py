@@ -3,17 +3,19 @@
 A *life* of a run is the time from its start or a resume to its end; UPDATE is the first update of this life.
 
 The process follows the run folder, so nothing in a run waits for it: its queue is `metrics.jsonl`, which is on the disk
-and is read a piece at a time. An error of the client is reported once, and the step is tried again later. A client that
-crashes ends only this process. It runs at low priority, so that the run has the machine.
+and is read a piece at a time. An error of the client is reported once, and the step is tried again later; a report is
+withdrawn when the client has taken everything. A client that crashes ends only this process. It runs at low priority,
+so that the run has the machine.
 
 - On stdout it tells the command what it must know, one JSON object a line: `{"where": …}`, `{"logged": update}`,
-  `{"note": …}`, `{"failed": …}`, `{"closed": true}`. All that clients print goes to stderr.
+  `{"note": …}`, `{"slow": …}`, `{"failed": …}`, `{"well": true}` (it was slow or failed, and has now what it lacked),
+  `{"closed": true}`. All that clients print goes to stderr.
 - A line on stdin, `{"report": path or ""}`, says that the run is over and the folder is final. An end of stdin without
   this line says that the command was killed: the next life of the run sends what is missing then.
 
 `RUN/trackers/NAME.json` keeps what the next life must know: the ids of the tracked run, and the last update that was
 sent. Each update is sent once. An update that is repeated after a checkpoint is not sent again, since stores only
-append. TensorBoard's files are written anew in each life.
+append. The files of TensorBoard and of W&B offline are written anew in each life.
 """
 
 import io
@@ -91,13 +93,15 @@ class Follower:
         self.name, self.folder, self.first, self.tell = name, folder, first, tell
         self.tracker: Tracker | None = None
         self.logged = -1
-        self.failed = False
         self.busy_since: float | None = None
         self._rows = RowReader(folder.metrics)
         self._memory_name = f"{FOLDER}/{name}.json"
         self._memory = make_folder(folder.path / FOLDER) / f"{name}.json"
         self._began = 0.0
         self._retry_at, self._retry_s = 0.0, RETRY_S
+        # What was told of the client and not withdrawn: "slow" or "failed"; and whether it stays told.
+        self._trouble, self._stays = "", False
+        self._lock = threading.RLock()
 
     def look(self, now: float) -> None:
         """Send new rows, unless a failure was a short time ago."""
@@ -119,6 +123,10 @@ class Follower:
             self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
             return False
         self._retry_s = RETRY_S
+        with self._lock:
+            if self._trouble and not self._stays:
+                self._trouble = ""
+                self.tell({"well": True})
         return True
 
     @contextmanager
@@ -129,12 +137,21 @@ class Follower:
         finally:
             self.busy_since = None
 
-    def fail(self, text: str) -> None:
-        """Report a failure, if it is the first one."""
-        if not self.failed:
-            self.failed = True
-            line = " ".join(without_secrets(text).split())
-            self.tell({"failed": line if len(line) <= MAX_TEXT else f"{line[:MAX_TEXT]} …"})
+    def fail(self, text: str, kind: str = "failed", stays: bool = False) -> None:
+        """Report a failure, if it is the first one since the client had everything; after "slow" the first that is not.
+        One that `stays` is not withdrawn when the client goes on."""
+        with self._lock:
+            self._stays = self._stays or stays
+            if self._trouble not in (kind, "failed"):
+                self._trouble = kind
+                line = " ".join(without_secrets(text).split())
+                self.tell({kind: line if len(line) <= MAX_TEXT else f"{line[:MAX_TEXT]} …"})
+
+    def check_slowness(self, now: float) -> None:
+        """Report a client call that does not return. Called from another thread."""
+        with self._lock:
+            if self.busy_since is not None and now - self.busy_since > SLOW_S:
+                self.fail(f"its client has not come back for {SLOW_S:.0f} s", "slow")
 
     def _catch_up(self) -> None:
         tracker = self.tracker or self._open()
@@ -142,6 +159,7 @@ class Follower:
             before = self.logged
             for row in rows:
                 if row["update"] > self.logged:
+                    self.busy_since = monotonic()
                     tracker.log(row["update"], dict(scalars(row)))
                     self.logged = row["update"]
             if self.logged != before:
@@ -214,15 +232,6 @@ def _plain(value: Any) -> Any:
     return without_secrets(value if isinstance(value, str) else json.dumps(value))
 
 
-def tell_slowness(follower: Follower) -> None:
-    """Report a client call that does not return. Runs in a thread."""
-    while not follower.failed:
-        sleep(LOOK_S)
-        since = follower.busy_since
-        if since is not None and monotonic() - since > SLOW_S:
-            follower.fail(f"its client has not come back for {SLOW_S:.0f} s")
-
-
 def main(name: str, path: str, first: str) -> int:
     os.nice(10)
     # Output of clients must not be taken for our own lines.
@@ -244,10 +253,16 @@ def main(name: str, path: str, first: str) -> int:
         show(message, category, *where, **more)
         # trackio does not raise when it cannot write: it warns.
         if category is UserWarning and "trackio" in str(message).lower():
-            follower.fail(str(message))
+            follower.fail(str(message), stays=True)
 
     warnings.showwarning = show_and_tell
-    threading.Thread(target=tell_slowness, args=(follower,), daemon=True).start()
+
+    def watch() -> None:
+        while True:
+            sleep(LOOK_S)
+            follower.check_slowness(monotonic())
+
+    threading.Thread(target=watch, daemon=True).start()
     heard = b""
     while not heard.endswith(b"\n"):
         follower.look(monotonic())

@@ -17,9 +17,11 @@ import json
 import os
 import re
 import secrets
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -158,13 +160,19 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of wandb with the same id as our run. Its files are in the run folder, or in WANDB_DIR."""
+    """A run of wandb with the same id as our run. Its files are in the run folder, or in WANDB_DIR. An offline life
+    writes the whole run anew, in place of the files of earlier lives: wandb writes to them in blocks, so that a life
+    that was killed has lost rows. Rows have the time when they were made, but wandb's relative time, `_runtime`, is
+    when they were sent: the client allows no other."""
 
     def __init__(self, run: TrackedRun) -> None:
+        own = None if os.environ.get("WANDB_DIR") else make_folder(run.folder / FOLDER) / "wandb"
+        if own is not None:
+            # For copies of the report: this process is the tracker's own, and the client's processes inherit this.
+            os.environ.setdefault("WANDB_DATA_DIR", str(own))
         import wandb
 
-        self._client, self._report = wandb, f"report-{run.id}"
-        own = None if os.environ.get("WANDB_DIR") else str(make_folder(run.folder / FOLDER))
+        self._client, self._report, self._clock = wandb, f"report-{run.id}", RowClock(run)
         project = run.kept.get("project") or run.project or os.environ.get("WANDB_PROJECT") or PROJECT
         # Do not send what the run folder has anyway or what could hold a secret: the code, git's remote, the output.
         settings = wandb.Settings(console="off", disable_code=True, disable_git=True, save_code=False)
@@ -172,20 +180,25 @@ class WeightsAndBiases:
             project=project,
             name=run.kept.get("name", run.name),
             id=run.kept.get("id", run.id),
-            resume="allow",
+            # Rows that are added by `wandb sync` to a run that is resumed follow those that the server has.
+            resume=None if wandb.setup().settings.mode in ("offline", "dryrun") else "allow",
             config=dict(run.config),
             allow_val_change=True,
-            dir=own,
+            dir=None if own is None else str(own.parent),
             settings=settings,
         )
         self.kept = {"id": self._run.id, "name": str(self._run.name or run.name), "project": project}
-        # The server knows the last step; offline files begin at 0 in each life.
-        self.logged = run.logged if self._run.offline else self._run.starting_step - 1
+        # The server knows the last step.
+        self.logged = -1 if self._run.offline else self._run.starting_step - 1
         local = self._run.settings.sync_dir
+        if own is not None and (self._run.offline or self._run.url):
+            for path in (*own.glob(f"offline-run-*-{escape(self._run.id)}"), own / "artifacts"):
+                if path.name != Path(local).name:
+                    shutil.rmtree(path, ignore_errors=True)
         self.where = self._run.url or (f"{local} (wandb sync sends it)" if self._run.offline else "wandb is disabled")
 
     def log(self, update: int, figures: Figures) -> None:
-        self._run.log(dict(figures), step=update, commit=True)
+        self._run.log({**figures, "_timestamp": self._clock.tick(figures)}, step=update, commit=True)
 
     def close(self, status: str, update: int, figures: Figures, report: Path | None) -> None:
         self._run.summary.update({**figures, "status": status})
@@ -198,7 +211,8 @@ class WeightsAndBiases:
 
 class Trackio:
     """A run of trackio: in a local database, a Space or a server, as its environment says. trackio resumes a run by
-    name, so the name contains part of our run's id."""
+    name, so the name contains part of our run's id. Rows have the time when they were sent: the client's `log` takes no
+    other."""
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio
@@ -253,10 +267,12 @@ class MLflow:
             params, tags = data.params, data.tags
             # `data.metrics` has the newest value of each metric; a row's version is its update + 1.
             self._id, self.logged = found, int(data.metrics.get("version", 0.0)) - 1
+            self._clock.tick({"time_s": data.metrics.get("time_s", 0.0)})
             client.update_run(found, status="RUNNING")
         else:
             experiment = mlflow.set_experiment(project).experiment_id
-            self._id, self.logged = client.create_run(experiment, run_name=run.name).info.run_id, -1
+            made = client.create_run(experiment, start_time=int(1000 * run.began), run_name=run.name)
+            self._id, self.logged = made.info.run_id, -1
         config = {self._named(name): str(value)[: self.VALUE] for name, value in run.config.items()}
         new = [Param(name, value) for name, value in config.items() if name not in params]
         for at in range(0, len(new), self.PARAMS):
@@ -288,7 +304,7 @@ class MLflow:
         if report is not None:
             self._client.log_artifact(self._id, str(report))
         ends = {"done": "FINISHED", "stopped": "KILLED"}
-        self._client.set_terminated(self._id, status=ends.get(status, "FAILED"))
+        self._client.set_terminated(self._id, ends.get(status, "FAILED"), int(1000 * self._clock.now))
 
 
 OPEN: Mapping[str, Callable[[TrackedRun], Tracker]] = {
