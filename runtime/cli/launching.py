@@ -197,13 +197,40 @@ def go(
         if trackers.trackers:
             _end_trackers(trackers, folder, report, summary, errors, began, in_haste)
     folder.release()
+    _print_end(folder, summary, updates, errors, drawn, flags.json)
+    return status
+
+
+def complete_trackers(
+    folder: RunFolder,
+    config: RunConfig,
+    summary: Mapping[str, Any],
+    names: Sequence[str],
+    flags: StartFlags,
+    began: float,
+) -> bool:
+    """Send the trackers `names` what they lack of a run that is done, then update and print its `summary`. The command
+    `began` on the monotonic clock. True if each of them has everything now."""
+    name, updates, report = config.graph.name, config.flags.updates, folder.path / "report.html"
+    stale = [summary.get("tracked", {}).get(tracker, {}).get("warning") for tracker in names]
+    warnings = [text for text in summary.get("warnings", ()) if text not in stale]
+    ended, errors = {**summary, "warnings": warnings}, list[str]()
+    with TrackerProcesses() as trackers, open_display(name, updates, relative(folder.path), plain=True) as display:
+        trackers.start(folder, names, display.tell)
+        _end_trackers(trackers, folder, report if report.exists() else None, ended, errors, began, in_haste=False)
+    _print_end(folder, ended, updates, errors, relative(report) if report.exists() else "", flags.json)
+    return all(ended["tracked"][tracker]["complete"] for tracker in names)
+
+
+def _print_end(
+    folder: RunFolder, summary: Mapping[str, Any], updates: int, errors: Sequence[str], drawn: str, as_json: bool
+) -> None:
     # The pipe or terminal may be closed: `main` sets the exit status then.
     with suppress(OSError):
         for error in errors:
             print(visible(f"penstock: {error}"), file=sys.stderr)
         text = summary_text(summary, updates, relative(folder.path), drawn, going_on(folder))
-        print(json.dumps(summary) if flags.json else visible(text))
-    return status
+        print(json.dumps(summary) if as_json else visible(text))
 
 
 def _end_trackers(
@@ -217,9 +244,10 @@ def _end_trackers(
 ) -> None:
     """Wait for the trackers of a run as long as allowed, and add their results and the command's duration (it `began`
     on the monotonic clock) to the summary. `in_haste`: a cluster manager is about to end this process."""
-    summary["tracked"] = trackers.end(report, summary["updates"], HASTE_S if in_haste else END_S)
+    ended = trackers.end(report, summary["updates"], HASTE_S if in_haste else END_S)
+    summary["tracked"] = {**summary.get("tracked", {}), **ended}
     summary["command_s"] = round(monotonic() - began, 3)
-    found = [one["warning"] for one in summary["tracked"].values() if one["warning"]]
+    found = [one["warning"] for one in ended.values() if one["warning"]]
     summary["warnings"] = [*summary.get("warnings", ()), *found]
     with suppress(OSError):
         for text in found:
@@ -384,6 +412,8 @@ def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: 
         lacking = "" if one["complete"] else f" ({one['updates']} of {done} updates)"
         nothing = f"its client opened nothing{' in this life' if one['updates'] else ''}"
         rows.append(("tracked", f"{name}: {one['where'] or nothing}{lacking}"))
+    if summary["status"] == "done" and not all(one["complete"] for one in summary.get("tracked", {}).values()):
+        rows.append(("to track", f"penstock resume {quote(folder)}, which sends what is missing"))
     at, damaged = summary.get("checkpoint", 0), summary.get("damaged", ())
     if summary["status"] == "stopped" or (summary["status"] == "failed" and (at or damaged)):
         begin = f"update {at}" if at else "the beginning"

@@ -28,17 +28,25 @@ from penstock.runtime.cli.flags import (
     read_flags,
     with_changes,
 )
-from penstock.runtime.cli.launching import decided, go, going_on, require_installed, require_processes
+from penstock.runtime.cli.launching import (
+    complete_trackers,
+    decided,
+    go,
+    going_on,
+    record_lacks,
+    require_installed,
+    require_processes,
+)
 from penstock.runtime.cli.planned import require_devices, require_precision
 from penstock.runtime.cli.sources import changed_inputs, edited_code, lost_code
-from penstock.runtime.cli.tracing import CommandError, require_inputs
+from penstock.runtime.cli.tracing import CommandError, faults_text, require_inputs
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import read_meshes, spelled
 from penstock.runtime.cluster.slots import moved
 from penstock.runtime.control.early import Early
 from penstock.runtime.control.failure import MENDABLE
 from penstock.runtime.control.run_config import RunConfig, RunOptions, Shown, plan_for
-from penstock.runtime.control.signals import FAILED
+from penstock.runtime.control.signals import DONE, FAILED
 from penstock.runtime.record.checkpoints import (
     CUT,
     SavedCheckpoint,
@@ -154,6 +162,16 @@ def go_on(
         if options.updates < done:
             raise CommandError(f"--updates: given {options.updates}, but {done} are done already; needed more")
         if options.updates == done and past.summary.get("status") == "done":
+            tracked = past.summary.get("tracked", {})
+            if lacking := [name for name in options.track if not tracked.get(name, {}).get("complete")]:
+                if faults := list(record_lacks(replace(options, track=tuple(lacking)))):
+                    raise CommandError(faults_text(faults))
+                config = replace(before, flags=replace(before.flags, track=options.track))
+                if config != before:
+                    config.write(folder, dict(was))
+                complete = complete_trackers(folder, config, past.summary, lacking, flags, began)
+                # Trackers never change how a run ends, but here they are all that the user asked for.
+                return DONE if complete or command is not None else FAILED
             raise AllDone(f"{folder.path}: all {done} updates are done; --updates {2 * done} would go on")
         if was.get("agents") and not (flags.on or flags.cluster or flags.in_process):
             ended = "given a run whose hosts were agents with a ticket, which have ended with it"

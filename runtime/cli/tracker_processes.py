@@ -45,7 +45,7 @@ class TrackerProcess:
         self.where, self.logged, self.closed, self.warning = "", -1, False, ""
         with suppress(RecordError):  # a first life
             self.logged = folder.read_json(f"{FOLDER}/{name}.json", TrackerMemory)["logged"]
-        self.ending = False
+        self.ending, self._printed = False, ""
         # Of the warning: whether it is only that the client is slow. What was shown is not shown again.
         self._slow, self._shown = False, set[str]()
         self._log = AppendFile(folder.logs / f"tracker-{name}.log")
@@ -78,7 +78,7 @@ class TrackerProcess:
             if "note" in said:
                 self._say({"level": "info", "text": f"{self.name}: {said['note']}"})
             if "slow" in said:
-                self.warn(f"{said['slow']}; logs/tracker-{self.name}.log has what it printed", slow=True)
+                self.warn(f"{said['slow']}{self._printed}", slow=True)
             if "failed" in said:
                 self.warn(said["failed"])
             if "well" in said:
@@ -92,6 +92,7 @@ class TrackerProcess:
         """Write the output of clients to the log, without secrets."""
         left = LOG_BYTES
         for line in output:
+            self._printed = f"; logs/tracker-{self.name}.log has what it printed"
             text = bytearray(without_secrets(line.decode(errors="replace")).encode()[:left])
             left -= len(text)
             with suppress(RecordError):  # a full disk: the run itself says so
@@ -185,7 +186,7 @@ class TrackerProcesses:
             tracker.end()
             has = f"it has {tracker.logged + 1} of {updates} updates"
             if not ended:
-                tracker.warn(f"{why}; {has}; logs/tracker-{tracker.name}.log has what it printed")
+                tracker.warn(f"{why}; {has}")
             elif not tracker.closed:
                 tracker.warn(f"did not take all of the run; {has}")
             found[tracker.name] = {

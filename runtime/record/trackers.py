@@ -180,7 +180,7 @@ class WeightsAndBiases:
             project=project,
             name=run.kept.get("name", run.name),
             id=run.kept.get("id", run.id),
-            # Rows that are added by `wandb sync` to a run that is resumed follow those that the server has.
+            # `wandb sync` adds the rows of a resumed run to those that the server has; those of another replace them.
             resume=None if wandb.setup().settings.mode in ("offline", "dryrun") else "allow",
             config=dict(run.config),
             allow_val_change=True,
@@ -251,6 +251,8 @@ class MLflow:
     METRICS, PARAMS, VALUE = 1000, 100, 6000
 
     def __init__(self, run: TrackedRun) -> None:
+        # By default the client repeats a request for minutes before it says what is wrong: we try again ourselves.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         import mlflow
         from mlflow.entities import Metric, Param
 

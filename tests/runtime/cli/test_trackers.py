@@ -18,11 +18,12 @@ import pytest
 
 from penstock.graph import trace
 from penstock.programs.toy import toy
-from penstock.runtime.cli import tracker_processes
+from penstock.runtime.cli import resume, tracker_processes
+from penstock.runtime.cli.launching import summary_text
 from penstock.runtime.cli.tracker_processes import TrackerProcesses
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.run_config import RunConfig, RunOptions
-from penstock.runtime.control.signals import INTERRUPTED
+from penstock.runtime.control.signals import DONE, FAILED, INTERRUPTED
 from penstock.runtime.record import track_run
 from penstock.runtime.record.checkpoints import begin_checkpoint, complete_checkpoint
 from penstock.runtime.record.folder import RunFolder
@@ -486,6 +487,18 @@ def test_that_a_client_was_slow_is_no_warning_of_a_run_that_has_ended(
     assert (found["complete"], found["warning"]) == (well, warned)
 
 
+@pytest.mark.slow
+def test_mlflow_says_that_its_server_is_not_there(made: Callable[..., Life], monkeypatch: Patch) -> None:
+    if lack := lacks("mlflow"):
+        pytest.skip(str(lack))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    life = made("mlflow")
+    life.start()
+    life.rows(row(0, 0.5))
+    (tracker,) = life.trackers.trackers
+    life.heard(lambda: "MlflowException: " in tracker.warning)
+
+
 def test_a_tracker_that_was_not_opened_is_told_with_what_an_earlier_life_sent(
     made: Callable[..., Life], client: Any
 ) -> None:
@@ -500,6 +513,44 @@ def test_a_tracker_that_was_not_opened_is_told_with_what_an_earlier_life_sent(
     life.rows(row(2, 0.5))
     found = life.end(3)["wandb"]
     assert (found["where"], found["updates"], found["complete"]) == ("", 2, False)
+
+
+FAILS_UNTIL_WELL = """
+        if not Path("well").exists():
+            raise ConnectionError("no way")"""
+
+
+def test_a_resume_of_a_finished_run_sends_trackers_what_they_lack(
+    made: Callable[..., Life], client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logged = client(FAILS_UNTIL_WELL)
+    life = made("wandb", updates=2)
+    life.start()
+    life.rows(row(0, 0.5), row(1, 0.5))
+    complete_checkpoint(life.folder, begin_checkpoint(life.folder, "r", 2), CUT | {"update": 2}, {})
+    tracked = life.end(2)
+    path, warning = life.folder.path, tracked["wandb"]["warning"]
+    summary = {"status": "done", "updates": 2, "tracked": tracked, "warnings": ["other", warning], "error": ""}
+    life.folder.write_json("summary.json", summary)
+    assert f"penstock resume {path}" in summary_text(summary, 2, str(path))
+
+    def resumed(*words: str) -> tuple[int, Any, Any]:
+        status = resume.resume([str(path), "--plain", *words])
+        found = json.loads((path / "summary.json").read_text())
+        return status, {name: (one["updates"], one["complete"]) for name, one in found["tracked"].items()}, found
+
+    status, has, found = resumed()
+    assert (status, has, found["warnings"]) == (FAILED, {"wandb": (0, False)}, ["other", warning])
+    (tmp_path / "home" / "well").touch()
+    status, has, found = resumed()
+    assert (status, has, found["warnings"]) == (DONE, {"wandb": (2, True)}, ["other"])
+    assert logged.read_text().split() == ["0", "1"]
+    assert "penstock resume" not in capsys.readouterr().out.rpartition("status ")[2]
+    if not lacks("tensorboard"):
+        status, has, _ = resumed("--track", "wandb", "tensorboard")
+        assert (status, has) == (DONE, {"wandb": (2, True), "tensorboard": (2, True)})
+    with pytest.raises(resume.AllDone):
+        resumed()
 
 
 def test_a_tracker_ends_with_a_command_that_is_killed(made: Callable[..., Life], client: Any) -> None:
