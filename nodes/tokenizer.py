@@ -32,6 +32,8 @@ _CHAT = '[{"role": "'
 _MARKS = "@@question@@", "@@answer@@", '@@"reply"@@'
 # What a template gets in any case; transformers passes the last two, too.
 _OURS = "messages", "add_generation_prompt", "tools", "documents"
+# A character that stands for no byte.
+_BOUND = "\u0100"
 # The flag of `variables`.
 VARIABLES = "--chat-template-kwargs"
 
@@ -189,6 +191,45 @@ class Tokenizer:
             found |= {letter for letter in fresh if self._unknown in self.backend.encode(letter).ids}
         return found
 
+    def fewest(self, text: str) -> int:
+        """A lower bound on the tokens of a response that contains `text`: exact for byte-level vocabularies, whose
+        tokens are bytes one after the other; 1 for all others."""
+        # The bytes of U+FFFD are not known: bytes that are no UTF-8 are decoded to it.
+        if not isinstance(self.backend.decoder, decoders.ByteLevel) or "\ufffd" in text:
+            return 1
+        goal, joined = text.encode().decode("latin-1"), self._joined
+        if goal in joined:
+            return 1
+        words, size = set(joined.split(_BOUND)), len(goal)
+        longest = min(max(map(len, words)), size - 1)
+        # Tokens up to each byte. The first token may say more in front of the text, the last one more behind.
+        least = [0, *[size] * (size - 1)]
+        for end in range(1, longest + 1):
+            if f"{goal[:end]}{_BOUND}" in joined:
+                least[end] = 1
+        for begin in range(1, size):
+            for end in range(begin + 1, min(begin + longest, size - 1) + 1):
+                if goal[begin:end] in words:
+                    least[end] = min(least[end], least[begin] + 1)
+        ends = (begin for begin in range(size - longest, size) if f"{_BOUND}{goal[begin:]}" in joined)
+        return min((least[begin] + 1 for begin in ends), default=size)
+
+    @cached_property
+    def _joined(self) -> str:
+        """The bytes of all tokens of a byte-level vocabulary that have a text, as characters below 256, with bounds
+        between them."""
+        added = self.backend.get_added_tokens_decoder()
+        texts = [
+            word for word, token in self.backend.get_vocab().items() if not (token in added and added[token].special)
+        ]
+        values = {letter: chr(value) for value, letter in enumerate(_byte_letters())}
+        # As the decoder does: a token with any other character is a text.
+        found = [
+            "".join(map(values.__getitem__, text)) if values.keys() >= {*text} else text.encode().decode("latin-1")
+            for text in texts
+        ]
+        return f"{_BOUND}{_BOUND.join(found)}{_BOUND}"
+
     def encode_reply(self, text: str, role: str, after_stop: bool) -> list[int]:
         """The tokens of an environment's turn in a conversation, from the end of the model's turn to its next one.
 
@@ -298,7 +339,10 @@ class Tokenizer:
     def _encode(self, text: str, *, begins: bool = False, plain: bool = False) -> list[int]:
         """The tokens of a text. `begins` adds those that mark a beginning; `plain` encodes special tokens as text."""
         self.backend.encode_special_tokens = plain
-        tokens = self.backend.encode(text, add_special_tokens=begins).ids
+        try:
+            tokens = self.backend.encode(text, add_special_tokens=begins).ids
+        except TypeError as error:  # half of a surrogate pair, as JSON may have it
+            raise TokenizerError(f"given {text!r}, needed a text of whole characters") from error
         if self._unknown is not None and self._unknown in tokens:
             # The text may contain that token's own text, which `plain` may encode as letters.
             says_it = self.backend.encode(UNKNOWN, add_special_tokens=False).ids == [self._unknown]
@@ -315,16 +359,19 @@ def _json_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
+def _byte_letters() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(value) if value in printable else chr(next(others)) for value in range(256)]
+
+
 def byte_tokenizer(alphabet: str | None = None) -> Tokenizer:
     """One token per byte: for every byte, in the order of their values, or only for the bytes of `alphabet`.
 
     The end and padding tokens follow. Encoding a text with other bytes raises TokenizerError.
     """
-    values = range(256) if alphabet is None else sorted(set(alphabet.encode()))
-    # The printable character that stands for each byte in byte-level vocabularies (GPT-2's table).
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    letters = [chr(value) if value in printable else chr(next(others)) for value in range(256)]
+    values, letters = range(256) if alphabet is None else sorted(set(alphabet.encode())), _byte_letters()
     vocab = {letters[value]: token for token, value in enumerate(values)}
     special = [EOS, PAD] if alphabet is None else [EOS, PAD, UNKNOWN]
     vocab |= {text: len(vocab) + i for i, text in enumerate(special)}

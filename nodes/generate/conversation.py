@@ -56,7 +56,9 @@ class Response(NamedTuple):
 def never_said(text: Any, tokenizer: Tokenizer | None, max_tokens: int = 0) -> str:
     """What is needed in place of a stop string that always matches, or that never does in responses of at most
     `max_tokens` tokens (0: any number); "" for a valid one."""
-    if not isinstance(text, str) or not text:
+    if not isinstance(text, str):
+        return "texts"
+    if not text:
         return "texts that are not empty"
     if tokenizer is None:
         return ""
@@ -67,11 +69,14 @@ def never_said(text: Any, tokenizer: Tokenizer | None, max_tokens: int = 0) -> s
         sayable = False
     if not sayable:
         return "a text that the model can say, without special tokens and as its tokenizer writes it"
-    if 0 < max_tokens < len(text):
+    if 0 < max_tokens < len(text.encode()):
         # Plus a space, which a token's text alone may lack.
         most = max_tokens * (1 + max(map(len, tokenizer.words)))
         if len(text) > most:
             return f"at most {most} characters: a response of {max_tokens} tokens (--max-tokens) cannot say more"
+        # First what costs less: most texts are short enough as the tokenizer writes them.
+        if len(tokenizer.encode(text)) > max_tokens and (least := tokenizer.fewest(text)) > max_tokens:
+            return f"a text of at most {max_tokens} tokens (--max-tokens): to say this one takes {least} or more"
     return ""
 
 

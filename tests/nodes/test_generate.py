@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
@@ -531,11 +532,40 @@ def test_a_stop_string_that_the_model_cannot_say_is_an_error(context: Context, t
 
 def test_a_stop_string_that_is_longer_than_any_response_is_told(context: Context) -> None:
     tokenizer = byte_tokenizer()
+    assert not never_said("xyz", tokenizer, 3)
+    assert "at most 3 tokens" in never_said("wxyz", tokenizer, 3)
+    assert "at most 3 tokens" in never_said("éé", tokenizer, 3)
+    assert not never_said("x" * 9999, tokenizer)
     # A token adds at most the longest word and a space.
     most = 3 * (1 + max(map(len, tokenizer.words)))
-    assert not never_said("x" * most, tokenizer, 3)
     assert f"at most {most} characters" in never_said("x" * (most + 1), tokenizer, 3)
-    assert not never_said("x" * 9999, tokenizer)
+
+
+def test_a_stop_string_that_some_tokens_can_say_is_allowed_however_it_is_encoded() -> None:
+    """A response may say a text with fewer tokens than its own encoding has, and more around it."""
+    words = ["a", "b", "c", "d", "xab", "cd", "bcd", "dax", "ab"]
+    backend = tokenizers.Tokenizer(BPE({text: token for token, text in enumerate(words)}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(backend, (0,), None)
+    responses = {count: ["".join(said) for said in product(words, repeat=count)] for count in range(1, 5)}
+    for text in map("".join, product("abcd", repeat=4)):
+        least = next(count for count, texts in responses.items() if any(text in said for said in texts))
+        assert (text, tokenizer.fewest(text)) == (text, least)
+        assert not never_said(text, tokenizer, least)
+    assert len(tokenizer.encode("abcd")) == 4
+    assert "at most 1 token" in never_said("abcd", tokenizer, 1)
+    # Nothing is known of the words of other decoders.
+    backend.decoder = decoders.Fuse()
+    assert not never_said("abcd", tokenizer, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "needed"), [(5, "texts"), ("\ud800", "special tokens"), ("a\udfff", "special tokens")]
+)
+def test_what_is_no_text_is_no_stop_string(text: Any, needed: str) -> None:
+    told = never_said(text, byte_tokenizer())
+    assert needed in told
+    assert "empty" not in told
 
 
 def test_an_engine_that_has_released_its_memory_samples_the_same(context: Context) -> None:
