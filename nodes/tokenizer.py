@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from datetime import date
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
+from string import punctuation
 from typing import Any
 
 import tokenizers
@@ -449,6 +450,13 @@ def load_tokenizer(folder: str | Path, variables: Iterable[str] = ()) -> Tokeniz
     if isinstance(most, int) and tokenizer.vocab_size > most:
         given, needed = f"token {tokenizer.vocab_size - 1}", f"tokens below {most}, the vocab_size of config.json"
         raise TokenizerError(f"{path}: given {given}, needed {needed}: a tokenizer of another model?")
+    # With one that is a word in this vocabulary, every response would end at that word.
+    own, added = {*special.values()}, backend.get_added_tokens_decoder()
+    for token in dict.fromkeys((*stops, *least)):
+        text = backend.decode([token], skip_special_tokens=False)
+        if token not in added and backend.id_to_token(token) not in own and _is_plain(text):
+            given, needed = f"eos_token_id {token}, which is the text {text!r}", "a special token"
+            raise TokenizerError(f"{folder}: given {given}, needed {needed}: a tokenizer of another model?")
     if tokenizer.template is not None:
         try:
             said = tokenizer.render(_MARKS[0])
@@ -460,6 +468,13 @@ def load_tokenizer(folder: str | Path, variables: Iterable[str] = ()) -> Tokeniz
         # The base of a model that chats may name another end than its template, which a model of the template learns.
         tokenizer.stops = tuple(dict.fromkeys((*stops, tokenizer.end)))
     return tokenizer
+
+
+def _is_plain(text: str) -> bool:
+    """True for the text of a token that responses say. False for one with the form of a special token, such as <|end|>,
+    [SEP] or |END|, and for spaces and control characters: some models end a text with a new line."""
+    bracketed = len(text) > 2 and f"{text[0]}{text[-1]}" in ("<>", "[]", "||")
+    return not bracketed and any(letter.isalnum() or letter in punctuation for letter in text)
 
 
 def _of_model(backend: tokenizers.Tokenizer, most: int, named: set[str], template: str) -> tokenizers.Tokenizer:

@@ -27,7 +27,7 @@ from penstock.nodes.model.kernels import linear
 from penstock.nodes.model.merge import merge
 from penstock.nodes.open_model import ALPHABET, initial_model, open_model
 from penstock.nodes.policy import LanguagePolicy, make_reference
-from penstock.nodes.tokenizer import TokenizerError, byte_tokenizer, load_tokenizer
+from penstock.nodes.tokenizer import Tokenizer, TokenizerError, byte_tokenizer, load_tokenizer
 from tests.nodes.tiny_model import export, model, save
 from tests.nodes.updating import CONTEXT, equal, policy
 
@@ -787,6 +787,38 @@ def test_what_a_tokenizers_files_say_wrongly_is_named(tmp_path: Path, file: str,
     (tmp_path / file).write_text(text)
     with pytest.raises(TokenizerError, match=said):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_an_ordinary_word_that_would_end_every_response_is_refused(tmp_path: Path, file: str) -> None:
+    """Stops may be added tokens, special or not, the word that the tokenizer names, and words that have the form of a
+    special token."""
+
+    def load(word: str, folder: Path) -> Tokenizer:
+        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        (folder / file).write_text(json.dumps({"vocab_size": 300, "eos_token_id": [1, backend.token_to_id(word)]}))
+        return load_tokenizer(folder)
+
+    said = r"given eos_token_id 5, which is the text 'two', needed a special token: a tokenizer of another model\?"
+    folder = words_folder(tmp_path)
+    with pytest.raises(TokenizerError, match=said):
+        load("two", folder)
+    assert load("two", words_folder(tmp_path, eos_token="two")).stops == (5, 1)
+    folder = words_folder(tmp_path)
+    more = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert more.add_tokens([AddedToken("is", special=False), AddedToken("stop", special=False)]) == 2
+    more.save(str(folder / "tokenizer.json"))
+    for word in ("is", "stop", "<end>"):
+        assert load(word, folder).stops == (1, more.token_to_id(word))
+    # In the vocabulary itself: a bracketed word, a new line and a control character.
+    for index, word in enumerate(("<|end|>", "\n", "\x03")):
+        other = tmp_path / str(index)
+        other.mkdir()
+        backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "</s>": 1, word: 2}, unk_token="a"))
+        backend.add_special_tokens([AddedToken("</s>", special=True)])
+        backend.save(str(other / "tokenizer.json"))
+        (other / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+        assert load(word, other).stops == (1, 2)
 
 
 def test_a_reply_that_the_template_writes_as_json_is_that_of_transformers(tmp_path: Path) -> None:
