@@ -398,8 +398,7 @@ def talks_oddly(policy: Policy, prompts: Prompts) -> Policy:
 @program
 def stops_nowhere(policy: Policy, prompts: Prompts) -> Policy:
     # stop-never-matches: generate: option 'stop' given '' needed texts that are not empty
-    # stop-never-matches: generate: option 'stop' given 5 needed texts
-    rollouts = generate(prompts, broadcast(policy), samples=4, stop=("7", "", 5))
+    rollouts = generate(prompts, broadcast(policy), samples=4, stop=("7", ""))
     return mine(policy, rollouts)
 
 

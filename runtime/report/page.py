@@ -25,7 +25,7 @@ from penstock.runtime.report.charts import accuracies, chart_groups, number, num
 from penstock.runtime.report.follow import NS, Followed, RankId, Work
 from penstock.runtime.report.schedule_data import Chart, Row, Strip, encode
 from penstock.runtime.report.summary import Report, rank_name
-from penstock.runtime.report.what_if import WhatIfTable
+from penstock.runtime.report.what_if import SAME, WhatIfTable, bounded
 from penstock.runtime.schedule.idle_causes import CAUSES, Cause
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -216,8 +216,14 @@ def _what_if(report: Report, table: WhatIfTable) -> dict[str, Any]:
         for case in table.cases
     ]
     value = {"lag": table.lag, "replicas": table.replicas, "cases": cases, "measured_s": table.measured_s}
+    bound, below = report.bound, False
+    if bound is not None:
+        # The bound is of the whole run, the table of its first updates.
+        own = [case for case in table.cases if bounded(bound, table, case.replicas)]
+        below = any(case.period_s and case.period_s < (1 - SAME) * bound.seconds for case in own)
     return {
         "table": table,
+        "below": below,
         "overrun": slots_overrun(report.graph, report.stage.origin.plan, table.pool) if report.stage else 0.0,
         "lags": sorted({case.lag for case in table.cases}),
         "sizes": sorted({case.replicas for case in table.cases}),

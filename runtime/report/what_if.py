@@ -512,7 +512,7 @@ def verdict(
         return "No update could be followed, so nothing can be said of what bounds this run."
     parts = [_bounds(graph, bound, period_s, busy)]
     if table is not None:
-        parts += _gains(table)
+        parts += _gains(table, bound, period_s)
     if error is not None:
         parts.append(f"prediction error {_percent(abs(error))}")
     return "; ".join(parts) + "."
@@ -547,12 +547,30 @@ def _bounds(graph: Graph, bound: Bound, period_s: float, busy: Mapping[str, floa
     return f"The cycle {names} bounds this run" + (f", {bound.span} updates at a time" if bound.span > 1 else "")
 
 
-def _gains(table: WhatIfTable) -> list[str]:
-    """What another lag, and another number of generators, would gain; nothing if no other was simulated."""
+def bounded(bound: Bound, table: WhatIfTable, replicas: int) -> bool:
+    """True if the bound of the run is one of the table's cases with that many generator replicas, too: the work of a
+    pool has nothing to do with the lag, and only that of the generators with their number."""
+    if bound.pool != table.pool:
+        return bool(bound.pool)
+    # Where groups slow each other down, the lag changes how many a generator has at once.
+    return replicas == table.replicas and not table.crowded
+
+
+def _gains(table: WhatIfTable, bound: Bound, measured_s: float) -> list[str]:
+    """What another lag, and another number of generators, would gain; nothing if no other was simulated.
+
+    The table may be of the run's first updates, which may have taken less than others, and the bound is of the whole
+    run. So no case is taken to be further below the run's own than the bound, if it has that bound, is below the run.
+    """
     said: list[str] = []
     run = table.case(table.lag, table.replicas)
+    least_s = bound.seconds / measured_s * (run.period_s or 0.0) if run is not None else 0.0
+    own = [
+        replace(c, period_s=max(c.period_s, least_s)) if c.period_s and bounded(bound, table, c.replicas) else c
+        for c in table.cases
+    ]
     for name, fixed in (("lag", "replicas"), ("replicas", "lag")):
-        cases = [c for c in table.cases if c.period_s and getattr(c, fixed) == getattr(table, fixed)]
+        cases = [c for c in own if c.period_s and getattr(c, fixed) == getattr(table, fixed)]
         if run is None or not run.period_s or len(cases) < 2:
             continue
         least = min(c.period_s or 0.0 for c in cases)

@@ -11,6 +11,7 @@ from penstock.graph.analysis import Bound
 from penstock.runtime.cluster.placement import place
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.report.follow import NS, Work
+from penstock.runtime.report.page import page, seconds
 from penstock.runtime.report.run_history import StageHistory, read_facts
 from penstock.runtime.report.summary import make_report
 from penstock.runtime.report.what_if import (
@@ -234,3 +235,42 @@ def test_what_a_lag_would_gain_is_a_limit_where_the_run_does_not_tell_how_groups
     said = [verdict(GRAPH, bound, 1.0, None, table(periods, lag, crowding), {})
             for lag, crowding in ((1, 0.0), (1, 0.4), (2, 0.0))]  # fmt: skip
     assert ["up to" in each for each in said] == [True, False, False]
+
+
+def test_what_a_pool_bounds_gains_no_more_by_another_lag_than_the_bound_leaves() -> None:
+    """The table may be of first updates that took less. The generators' own bound may change with them."""
+    faster = {0: 2.0, 1: 1.0, 2: 0.9}
+    for limit, crowded, said in (
+        (Bound(0.995, pool="scorer"), 0.4, "another lag would gain nothing"),
+        (Bound(0.96, pool="scorer"), 0.4, "lag 2 would gain 4 %"),
+        (Bound(0.995, pool="generator"), 0.4, "lag 2 would gain 11 %"),
+        (Bound(0.96, pool="generator"), 0.0, "lag 2 would gain up to 4 %"),
+        (replace(CYCLE, seconds=0.995), 0.4, "lag 2 would gain 11 %"),
+    ):
+        assert said in verdict(GRAPH, limit, 1.0, None, table(faster, 1, crowded), {})
+    sizes = WhatIfTable("generator", 1, 1, 20, 0.0, True, (Case(1, 1, 1.0), Case(1, 2, 0.5)))
+    for pool in ("generator", "scorer"):
+        found = verdict(GRAPH, Bound(0.998, pool=pool), 1.0, None, sizes, {})
+        assert ("2 generators would gain 100 %" in found) == (pool == "generator")
+
+
+@pytest.mark.parametrize("later", [0.02, 0.03])
+def test_cases_below_the_bound_of_the_whole_run_are_told_on_the_page(tmp_path: Path, later: float) -> None:
+    """Of a run whose later groups took longer than those that are simulated."""
+    scores = Empirical({("fake_score", index): 0.02 for index in range(40 * 8)}, (later,))
+    slow = replace(DURATIONS, nodes={**DURATIONS.nodes, "fake_score": scores})
+    report = make_report(read_facts(simulated_run(tmp_path / "r", updates=90, durations=slow).folder), lambda: False)
+    assert report.bound is not None
+    assert report.bound.pool == "scorer"
+    assert report.table is not None
+    best = min(case.period_s for case in report.table.cases if case.period_s)
+    _, _, shown = page(report).partition('id="what-if"')
+    assert (f"below {seconds(report.bound.seconds)}" in shown) == (later > 0.02) == (best < 0.98 * report.bound.seconds)
+
+
+def test_the_page_gives_reasons_for_a_shorter_prediction_only_where_it_is_shorter(made: Made) -> None:
+    report = make_report(read_facts(made.folder), lambda: True)
+    assert report.prediction is not None
+    for factor in (0.9, 1.1):
+        prediction = replace(report.prediction, predicted_s=factor * report.prediction.compared_s)
+        assert ("slows other work down" in page(replace(report, prediction=prediction))) == (factor < 1)
