@@ -16,6 +16,7 @@ import inspect
 import json
 import os
 import re
+import sys
 import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -43,6 +44,8 @@ PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 TICK_S, SILENT_S = 0.5, 5.0
 # The most bytes of a server's answer that are read.
 MOST_BYTES = 1 << 20
+# Packages whose frames are not of a user's function.
+_NOT_USERS = {"penstock", *sys.stdlib_module_names}
 # A URL with a user, and perhaps a password, which urllib takes for a part of the host.
 _USER = re.compile(r"https?://[^/?#]*@")
 
@@ -102,8 +105,8 @@ class RemoteScorer:
         said += "needed await, or a function that is not async"
         call = asyncio.current_task(self.loop)
         if call is not None and call in self.rows:
-            raise ScoreError.on(self.by, *self.rows[call], said)
-        raise ScoreError(f"remote_score{said}")
+            raise ScoreError.on(self.by, *self.rows[call], said) from None
+        raise ScoreError(f"remote_score{said}") from None
 
     def reset(self) -> None:
         for group in self.groups:
@@ -144,7 +147,7 @@ class RemoteScorer:
                 await asyncio.sleep(max(pause, min(asked, LONGEST_PAUSE_S)))
                 pause = min(2 * pause, LONGEST_PAUSE_S)
         what = f": {self.retries + 1} calls failed, the last with {why}"
-        raise ScoreError.on(self.by, rollouts, row, what) from cause
+        raise ScoreError.on(self.by, rollouts, row, what) from _in_users_code(cause)
 
     async def _ask(self, given: tuple[str, str, str], row: tuple[Rollouts, int]) -> Any:
         """The function's answer. Raises its exception, or TimeoutError at the deadline."""
@@ -206,6 +209,17 @@ def _timed(by: RemoteRule, deadline: float) -> RemoteRule:
     limits = isinstance(own, int | float) and not isinstance(own, bool) and own > 0
     bound: dict[str, Any] = {"timeout": min(own, deadline) if limits else deadline}
     return functools.partial(by, **bound)
+
+
+def _in_users_code(error: BaseException) -> BaseException | None:
+    """The error from the user's first frame on. None if it has none, as one of a connection: then its message, which
+    ScoreError has, says all."""
+    frame = error.__traceback__
+    while frame and str(frame.tb_frame.f_globals.get("__name__")).partition(".")[0] in _NOT_USERS:
+        frame = frame.tb_next
+    if frame:
+        return error.with_traceback(frame)
+    return _in_users_code(error.__cause__) if error.__cause__ else None
 
 
 def _outcome(group: Future[tuple[Rewards, Metrics]]) -> Any:

@@ -447,12 +447,15 @@ def told(error: BaseException) -> str:
     """The traceback of an error; of a refusal only the message. An error of a GPU without free memory has the flags
     that need less.
 
-    A refusal is a ValueError or TypeError that this package raises, with no user code in the traceback. Its message
-    says what was given and what is needed; the traceback would not help the user.
+    A refusal is an error that this package raises, with no user code in the traceback: a ValueError, a TypeError, or a
+    class of its own that is raised `from None`. Its message says what was given and what is needed; the traceback would
+    not help the user.
     """
     # The listed libraries may stand between two frames of ours: they are no user code.
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    refused = isinstance(error, ValueError | TypeError) and bool(modules) and modules[-1].startswith(OWN)
+    alone = type(error).__module__.startswith("penstock.") and error.__suppress_context__ and error.__cause__ is None
+    known = alone or isinstance(error, ValueError | TypeError)
+    refused = known and bool(modules) and modules[-1].startswith(OWN)
     shown = refused and all(module.startswith(OWN + BETWEEN) for module in modules)
     text = "".join(traceback.format_exception_only(error) if shown else traceback.format_exception(error))
     if (torch := sys.modules.get("torch")) and isinstance(error, torch.OutOfMemoryError):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -20,6 +21,7 @@ from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.remote_score import RemoteRule, RemoteScorer, http_reward, remote_score
 from penstock.nodes.score import ScoreError, score
+from penstock.runtime.control.process import told
 from tests.nodes.reward_server import Asked, Server, serving
 from tests.nodes.rollouts import random_rollouts
 
@@ -193,6 +195,30 @@ def test_a_server_that_is_not_there_fails_the_group() -> None:
     (failed,) = played(scorer(partial(http_reward, url=gone), retries=1), {0: group(0, "1")}).values()
     assert isinstance(failed, ScoreError)
     assert "URLError" in str(failed)
+
+
+def asks_itself(prompt: str, response: str, answer: str, *, url: str) -> float:
+    """A user's function around `http_reward`."""
+    return http_reward(prompt, response, answer, url=url)
+
+
+def test_a_failure_shows_the_users_frames_and_no_others() -> None:
+    """Not those of the event loop and of urllib, where the message says all."""
+    with serving(lambda asked, server: (500, b"")) as server:
+        by: list[RemoteRule] = [partial(http_reward, url=server.url), partial(judge, first=3600.0), goes_on]
+        failed = [played(scorer(each, deadline=0.5), {0: group(0, "1")})[0] for each in by]
+    failed.append(played(scorer(by[0]), {0: group(0, "1")})[0])
+    for error in failed:
+        assert isinstance(error, ScoreError)
+        assert error.__cause__ is None
+        assert len(told(error).splitlines()) == 1
+    own: list[RemoteRule] = [partial(asks_itself, url=server.url), partial(leaves, how=SystemExit)]
+    for each, name in zip(own, ("asks_itself", "leaves"), strict=True):
+        error = played(scorer(each), {0: group(0, "1")})[0]
+        assert error.__cause__ is not None
+        frames = traceback.extract_tb(error.__cause__.__traceback__)
+        assert (frames[0].name, frames[0].filename) == (name, __file__)
+        assert f"in {name}" in told(error)
 
 
 def test_the_begin_of_a_number_is_no_reward() -> None:
