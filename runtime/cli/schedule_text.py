@@ -187,7 +187,9 @@ def assumed(said: Sequence[str]) -> Paragraphs:
 
 
 def ms(seconds: float) -> str:
-    return f"{seconds:.4g} s" if seconds >= 2 else f"{seconds * 1e3:.4g} ms"
+    """Seconds in words: from 1 s on, as rounded, in seconds."""
+    words = f"{seconds * 1e3:.4g} ms"
+    return words if seconds < 1 and words != "1000 ms" else f"{seconds:.4g} s"
 
 
 def given_durations(

@@ -189,6 +189,12 @@ def test_a_simulation_says_what_its_period_is_of_and_is_drawn(say: Say, facts: F
     assert facts(*words, "--updates", 2)["period_of"] == "all updates"
 
 
+def test_times_of_a_second_and_more_are_in_seconds(say: Say) -> None:
+    words = "simulate toy --lag 0 --batch 1 --updates 1 --score-ms 0 --generate-ms 0 --sync-ms 0 --update-ms"
+    for update_ms, shown in (("999", "999 ms"), ("999.99", "1 s"), ("1505", "1.505 s"), ("2000", "2 s")):
+        assert f" {shown} in all" in say(*words.split(), update_ms)
+
+
 def test_durations_are_given_by_node(facts: Facts) -> None:
     words = "generate=0.02~0.5 score=0.001 group_advantage=0 aipo_update=0.03 publish=0.002 wire=0.004 swap=0.001"
     assert facts("simulate", "aipo", "--duration", *words.split())["period_s"] > 0.03
