@@ -90,8 +90,8 @@ _TWO_READINGS = re.compile(
 # A number after the first or before the second pattern is a part of an expression, such as 2^{10}, \sqrt{2}, √2, 3\pi,
 # 3², 3i, "3k", 2 * 3, "minus 3" or "3 squared"; or it follows "not", "about" or a comparison. Marks of Markdown have a
 # space on one side (*Step 2* 3), operators on none or on both. "At least 3" may be all of an answer; in 5!=120 the mark
-# belongs to the 5. So is the second of "5 hours 30 minutes", "2 and 3/4", "3 or 4", "10:30", "f(5)" or "(1/2)(3)", and
-# one after a minus with a mark between them: -(5), -**5**.
+# belongs to the 5. So is the second of "2 and 3/4", "3 or 4", "f(5)" or "(1/2)(3)", and one after a minus with a mark
+# between them: -(5), -**5**.
 _FUNCTIONS = "sqrt|log|ln|sin|cos|tan"
 _UNEQUAL, _EQUAL = r"(?<![\w)}\]])!=", re.compile(r"(?<![^\w)}\]]!)=")
 _WITHIN = (
@@ -102,7 +102,7 @@ _WITHIN = (
         rf"|[0-9]\s?(?i:{'|'.join(_SCALES)})s?(?: and)?"
         rf"|\b(?i:not|than|about|approximately|approx\.?|roughly|around|nearly|almost"
         rf"|(?:minus|negative|twice|half|double|root|{_FUNCTIONS})(?:\s+of)?))\s*[−-]?\s*$"
-        r"|(?:(?<![\w.)])[−–-](?:[(\[{|`_*]+| \()\s?|\*\*[−–-]\*\*|[A-Za-z]\(|\)\s?\(|[0-9]:|[0-9]{4}-[0-9]{1,2}-)$"
+        r"|(?:(?<![\w.)])[−–-](?:[(\[{|`_*]+| \()\s?|\*\*[−–-]\*\*|[A-Za-z]\(|\)\s?\(|[0-9]{4}-[0-9]{1,2}-)$"
     ),
     re.compile(
         r"!|\s*(?:[\^_{}]|\\|\*\*\s*[0-9(]|[√π])|[ijkKMBTnxyz]\b|[¹²³⁰⁴-⁹₀-₉½⅓⅔¼¾⅛]"
@@ -115,6 +115,8 @@ _WITHIN = (
 _LARGER = "hours?|hrs?|minutes?|mins?|feet|foot|ft|pounds?|lbs?|dollars?|euros?|years?|months?|weeks?|days?"
 _SMALLER = "minutes?|mins?|seconds?|secs?|inch(?:es)?|cents?|ounces?|oz|months?|weeks?|days?|hours?"
 _PARTS = re.compile(rf"[0-9]\s*(?:{_LARGER}),?(?:\s+and)?\s+$"), re.compile(rf"\s*(?:{_SMALLER})\b")
+# What is before the minutes of a time, 10:30.
+_HOUR, _MINUTES = re.compile(r"(?<![0-9:.])(?:[01]?[0-9]|2[0-3]):$"), re.compile("[0-5][0-9]")
 # What makes the first number after "####" a part of more than a number.
 _GOES_ON = re.compile(
     rf"[ \t]*(?:\+|[*×·÷=<>≈]\s?[−$(-]*[0-9\\]|[−–-]\s?\$?\(?[0-9]|[,;]\s?[−$-]*[0-9]|[ixyz][ \t.]*$"
@@ -394,6 +396,7 @@ def _is_within(match: re.Match[str]) -> bool:
         _WITHIN[0].search(near)
         or _WITHIN[1].match(text, end)
         or (_PARTS[0].search(near) and _PARTS[1].match(text, end))
+        or (_HOUR.search(near) and _MINUTES.fullmatch(match[0]))
         or (match["sign"] and near.endswith("|"))
     )
 
