@@ -115,7 +115,7 @@ def test_a_node_that_asks_for_the_context_is_given_its_own(tmp_path: Path) -> No
     fire(executor, "basket", [3])
     executor.step()
     (result,) = fire(executor, "spoken", [3])
-    assert result.metrics == {"max_tokens": Context().max_tokens}
+    assert result.metrics["max_tokens"] == Context().max_tokens
     assert held.options["context"].node == "spoken"
 
 
@@ -127,7 +127,9 @@ def test_a_group_goes_from_its_source_to_its_update(tmp_path: Path) -> None:
     assert answers(executor.step()) == of("Done", "basket", 3, 4)
     assert not executor.busy()
     results = fire(executor, "doubled", [3, 4])
-    assert [result.metrics for result in results] == [{"reward_mean": 3.0}, {"reward_mean": 4.0}]
+    assert [result.metrics for result in results] == [
+        {"reward_mean": mean, "doubled_reward_mean": 2 * mean} for mean in (3.0, 4.0)
+    ]
     (learnt,) = order(executor, Fire(Firing("learn", 0), "worker/0", (3, 4)))
     assert learnt.metrics == {"reward_sum": 14.0}
     policy = executor.held.carried["policy"]
@@ -208,7 +210,7 @@ def test_a_firing_that_pauses_goes_on_from_what_it_left(tmp_path: Path) -> None:
     assert answers(executor.step()) == [("Done", second)]
     order(executor, Free((second,), "worker/0"))
     (result,) = fire(executor, "doubled", [1])
-    assert result.metrics == {"reward_mean": 1.0}
+    assert result.metrics == {"reward_mean": 1.0, "doubled_reward_mean": 2.0}
 
 
 def test_an_output_that_does_not_fit_fails_its_own_firing(tmp_path: Path) -> None:
