@@ -40,10 +40,10 @@ _DIGITS = (
 )
 _MONEY = r"(?:[A-Z]{0,2}[$€£¥₹₩₽]|(?:USD|EUR|GBP|Rs\.?)\s?)"
 # Possessive, so that no part of "12,34" or "1.2.3" is taken for a number. A minus belongs to the number unless it
-# follows something to subtract from: "48-24" holds 48 and 24. A digit after a letter is a part of a name or unit: cm2.
+# follows something to subtract from: "48-24" holds 48 and 24.
 _NUMBER = re.compile(
     rf"""(?P<sign>(?:(?<![\w.)−-])(?:[−-]\s?|–){_MONEY}?|{_MONEY}[−-]?)?)
-    (?:(?<![0-9.])|(?<=Rs\.))(?<![0-9][,/eExX])(?:(?<![A-Za-z])|(?<=USD)|(?<=EUR)|(?<=GBP)|(?<=Rs))
+    (?:(?<![0-9.])|(?<=Rs\.))(?<![0-9][,/eExX])
     (?:(?P<whole>[0-9]++)\s++(?=[0-9]++/[0-9])|(?![0-9]++\s++[0-9]++/[0-9]))
     (?P<top>{_DIGITS})(?:\s?/\s?(?P<bottom>[−-]?{_DIGITS})|(?!\s?/\s?[−-]?\.?[0-9]))
     (?!\s?/\s?[−-]?[0-9]|[.,]?[0-9]|[xX][0-9a-fA-F])
@@ -62,7 +62,8 @@ _LATEX = [
         (r"\\!\s*|\\(?:left|right|displaystyle)\b|[\u200b-\u200d\u2060\ufeff]", ""),
         (r"[\u2010-\u2012\ufe63\uff0d]", "-"),
         *((rf"([0-9]?)\s?{sign}", rf"\1 {plain} ") for sign, plain in _FRACTIONS.items()),
-        (r"(?<=[−-])\s+(?=\\[dt]?frac)", ""),
+        (r"(^|[=($:{,] ?)([−-])\s+(?=\\[dt]?frac)", r"\1\2"),
+        (r"(?<![A-Za-z])([cdkm]?m|ft|yd|mi|in)[23](?![\w.])", r"\1"),
         # A mark of a list or a minus; a dash between words or a minus.
         (rf"(?<=\n)[ \t]*-[ \t]+(?={_MONEY}?[0-9.])|(?<!\S)—(?={_MONEY}?[0-9.])", "≈"),
         (r"\\q?quad\b", "  "),
@@ -98,11 +99,12 @@ _WITHIN = (
     re.compile(
         rf"(?:[\^_{{√∛∜±≈≠≤≥]|{_UNEQUAL}|[\w)}}$]\s*(?:<|(?<!>)>)=?|\+/|[0-9]\*\*|\\[A-Za-z]+|(?:{_FUNCTIONS})\s*\("
         r"|[0-9][)}]*(?:[*×·⋅÷+](?!\s)|[ \t]+(?:[*×·⋅÷+]|(?i:times|plus|(?:divided|multiplied) by))(?=[ \t]+[−-]?\s*$))"
-        r"|[0-9]\s?(?:%|(?i:percent))?\s+(?i:and|or|of|out of|mod|choose|remainder)"
-        rf"|[0-9]\s?(?i:{'|'.join(_SCALES)})s?(?: and)?"
+        r"|[0-9][ \t]?(?:(?:%|(?i:percent))[ \t]+of|[ \t](?i:mod|choose))"
+        rf"|[0-9][ \t]?(?i:{'|'.join(_SCALES)})s?(?: and)?(?=[ \t]+$)"
         rf"|\b(?i:not|than|about|approximately|approx\.?|roughly|around|nearly|almost"
         rf"|(?:minus|negative|twice|half|double|root|{_FUNCTIONS})(?:\s+of)?))\s*[−-]?\s*$"
-        r"|(?:(?<![\w.)])[−–-](?:[(\[{|`_*]+| \()\s?|\*\*[−–-]\*\*|[A-Za-z]\(|\)\s?\(|[0-9]{4}-[0-9]{1,2}-)$"
+        r"|(?:(?<![\w.)])[−–-](?:[(\[{|`_*]+| \()\s?|\*\*[−–-]\*\*"
+        r"|(?:\b[fgh]|floor|ceil|abs|gcd|lcm|min|max)\(|[0-9]\)\s?\(|[0-9]{4}-[0-9]{1,2}-)$"
     ),
     re.compile(
         r"!|\s*(?:[\^_{}]|\\|\*\*\s*[0-9(]|[√π])|[ijkKMBTnxyz]\b|[¹²³⁰⁴-⁹₀-₉½⅓⅔¼¾⅛]"
@@ -111,17 +113,21 @@ _WITHIN = (
     ),
 )
 # A quantity of two units, such as "5 hours 30 minutes" or "$5 and 25 cents": what is before its second number, and the
-# unit after that.
+# unit after that. A comma would begin another thought.
 _LARGER = "hours?|hrs?|minutes?|mins?|feet|foot|ft|pounds?|lbs?|dollars?|euros?|years?|months?|weeks?|days?"
 _SMALLER = "minutes?|mins?|seconds?|secs?|inch(?:es)?|cents?|ounces?|oz|months?|weeks?|days?|hours?"
-_PARTS = re.compile(rf"[0-9]\s*(?:{_LARGER}),?(?:\s+and)?\s+$"), re.compile(rf"\s*(?:{_SMALLER})\b")
-# What is before the minutes of a time, 10:30.
-_HOUR, _MINUTES = re.compile(r"(?<![0-9:.])(?:[01]?[0-9]|2[0-3]):$"), re.compile("[0-5][0-9]")
+_PARTS = (
+    re.compile(rf"[0-9][ \t]?(?:{_LARGER})(?:[ \t]and)?[ \t]$|\$[0-9.]+ and $"),
+    re.compile(rf"[ \t]?(?:{_SMALLER})\b"),
+)
+# What is before the minutes of a time, "at 10:30", and before the fraction of "2 and 3/4".
+_HOUR, _MINUTES = re.compile(r"\b(?:at|is|by|until) (?:[01]?[0-9]|2[0-3]):$"), re.compile("[0-5][0-9]")
+_WHOLE = re.compile(r"[0-9][ \t]and[ \t]$")
 # What makes the first number after "####" a part of more than a number.
 _GOES_ON = re.compile(
-    rf"[ \t]*(?:\+|[*×·÷=<>≈]\s?[−$(-]*[0-9\\]|[−–-]\s?\$?\(?[0-9]|[,;]\s?[−$-]*[0-9]|[ixyz][ \t.]*$"
-    rf"|(?:%|percent)?\s*\b(?:and|or|to|of|x|mod|choose|times|plus|minus|remainder)\s+[−$(-]*[0-9]"
-    rf"|(?:{_LARGER}),?(?:\s+and)?\s+[0-9.]+\s*(?:{_SMALLER})\b)|[ \t]+[0-9]",
+    rf"[ \t]*+(?:\+|[*×·÷<>≈] ?[−$(-]*[0-9\\]|[−–-] ?\$?\(?[0-9]|[,;] ?[−$-]*[0-9]|(?:%|percent)[ \t]+of[ \t]"
+    rf"|(?<![\w])(?:(?:and|or|to|x|mod|choose|times|plus|minus)[ \t]+[−$(-]*[0-9]|[ixyz][ \t.]*$)"
+    rf"|(?:{_LARGER})(?:[ \t]and)?[ \t][0-9.]+[ \t]?(?:{_SMALLER})\b)|[ \t]+[0-9]",
     re.MULTILINE,
 )
 # The same of a box, such as \boxed{3}^2, 2\boxed{3}, \sqrt{\boxed{3}} or -\boxed{3}. Degrees are a unit.
@@ -130,7 +136,7 @@ _AROUND_BOX = (
     re.compile(
         rf"(?:(?:{_OPERATORS}|[\^_]\s*\{{?|[0-9)}}]\s*[*/+]|[0-9=($)}}]\s*[−-]|\\?\b(?:{_FUNCTIONS})\s*[({{]?"
         rf"|\\(?:sqrt(?:\[[0-9]\])?|[dt]?frac(?:\{{[^{{}}]*\}})?)\s*\{{"
-        rf"|\b(?i:not|than|about|approximately|roughly|minus|negative)|[0-9}}]\$?\s+(?i:or|and)\s+\$?)\s*|[0-9−-])$"
+        rf"|\b(?i:not|than|about|approximately|roughly|minus|negative)|\\boxed\{{[^{{}}]*\}}\$?\s+or\s+\$?)\s*|[0-9−-])$"
     ),
     re.compile(
         rf"[!0-9]|\.[0-9]|[ijkKMBTnxyz]\b|\s*+(?:{_OPERATORS}|\^\s*+\{{?\s*+[0-9A-Za-z+−-]|_\s*+\{{?\s*+[0-9]|[/+−-]\s*[0-9\\]|[¹²³⁰⁴-⁹π]"
@@ -240,7 +246,7 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
     of the text. If the reference is a number, so must the answer be, and they are compared exactly, as fractions.
     Numbers are whole, decimal (1,072.50, 1 072.5), fractions (18/2, 1 1/2, `\frac{9}{2}`), powers of ten (2e-3; in a
     box `2 \times 10^{-3}`) or with a word (3 million); currency, percent and units do not count. No numbers are: an
-    expression with this value, a box in an expression, "about 3", "3!", "> 3", "3 or 4", "3 hours 30 minutes", and a
+    expression with this value, a box in an expression, "about 3", "3!", "> 3", "3 hours 30 minutes", and a
     text with two readings, such as "5 200 dollar notes". For a number with a base, `52_8`, digits and base must be the
     same.
 
@@ -346,9 +352,15 @@ def final_number(text: str) -> Fraction | None:
     if not matches:
         return None
     match = matches[0 if FINAL in text else -1]
-    goes_on = FINAL in text and _GOES_ON.match(plain, match.end())
+    if FINAL in text and _GOES_ON.match(plain, match.end()):
+        # 5 + 3 = 8
+        _, equal, after = plain[match.start() :].partition("\n")[0].rpartition("=")
+        found = _NUMBER.search(after) if equal else None
+        if found is None or _GOES_ON.match(after, found.end()):
+            return None
+        match = found
     # A text that ends with an expression does not end with a number in it.
-    return None if goes_on or _is_within(match) else _value(match)
+    return None if _is_within(match) else _value(match)
 
 
 def _stamp(text: str, like: tuple[str, ...] = ()) -> tuple[str, ...] | None:
@@ -397,6 +409,7 @@ def _is_within(match: re.Match[str]) -> bool:
         or _WITHIN[1].match(text, end)
         or (_PARTS[0].search(near) and _PARTS[1].match(text, end))
         or (_HOUR.search(near) and _MINUTES.fullmatch(match[0]))
+        or (match["bottom"] and _WHOLE.search(near))
         or (match["sign"] and near.endswith("|"))
     )
 

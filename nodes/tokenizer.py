@@ -383,8 +383,17 @@ def byte_tokenizer(alphabet: str | None = None) -> Tokenizer:
     return Tokenizer(backend, (vocab[EOS],), vocab[PAD], generation={"pad_token_id": vocab[PAD]})
 
 
+# A text such as "False" would count as true in a template.
+_PYTHONS = {"True": "true", "False": "false", "None": "null"}
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
 def template_variables(words: Iterable[str]) -> dict[str, Any]:
-    """Variables of a chat template from words NAME=VALUE: the value as JSON, or the text itself if it is none."""
+    """Variables of a chat template from words NAME=VALUE: the value as JSON, or the text itself if it is none. Python's
+    True, False and None are those of JSON."""
     found: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -392,7 +401,7 @@ def template_variables(words: Iterable[str]) -> dict[str, Any]:
             needed = "NAME=VALUE, such as enable_thinking=false, each name once"
             raise TokenizerError(f"{VARIABLES}: given {word!r}, needed {needed}")
         try:
-            found[name] = json.loads(text)
+            found[name] = json.loads(_PYTHONS.get(text, text), parse_constant=_no_constant)
         except (ValueError, RecursionError):
             found[name] = text
     return found
@@ -452,11 +461,12 @@ def load_tokenizer(folder: str | Path, variables: Iterable[str] = ()) -> Tokeniz
         raise TokenizerError(f"{path}: given {given}, needed {needed}: a tokenizer of another model?")
     # With one that is a word in this vocabulary, every response would end at that word.
     own, added = {*special.values()}, backend.get_added_tokens_decoder()
-    for token in dict.fromkeys((*stops, *least)):
+    for token in stops:
         text = backend.decode([token], skip_special_tokens=False)
         if token not in added and backend.id_to_token(token) not in own and _is_plain(text):
             given, needed = f"eos_token_id {token}, which is the text {text!r}", "a special token"
-            raise TokenizerError(f"{folder}: given {given}, needed {needed}: a tokenizer of another model?")
+            where = folder / (GENERATION if others else "config.json")
+            raise TokenizerError(f"{where}: given {given}, needed {needed}: a tokenizer of another model?")
     if tokenizer.template is not None:
         try:
             said = tokenizer.render(_MARKS[0])

@@ -207,17 +207,16 @@ def complete_trackers(
     summary: Mapping[str, Any],
     names: Sequence[str],
     flags: StartFlags,
-    began: float,
 ) -> bool:
-    """Send the trackers `names` what they lack of a run that is done, then update and print its `summary`. The command
-    `began` on the monotonic clock. True if each of them has everything now."""
+    """Send the trackers `names` what they lack of a run that is done, then update and print its `summary`. True if each
+    of them has everything now."""
     name, updates, report = config.graph.name, config.flags.updates, folder.path / "report.html"
     stale = [summary.get("tracked", {}).get(tracker, {}).get("warning") for tracker in names]
     warnings = [text for text in summary.get("warnings", ()) if text not in stale]
     ended, errors = {**summary, "warnings": warnings}, list[str]()
     with TrackerProcesses() as trackers, open_display(name, updates, relative(folder.path), plain=True) as display:
         trackers.start(folder, names, display.tell)
-        _end_trackers(trackers, folder, report if report.exists() else None, ended, errors, began, in_haste=False)
+        _end_trackers(trackers, folder, report if report.exists() else None, ended, errors, None, in_haste=False)
     _print_end(folder, ended, updates, errors, relative(report) if report.exists() else "", flags.json)
     return all(ended["tracked"][tracker]["complete"] for tracker in names)
 
@@ -239,14 +238,16 @@ def _end_trackers(
     report: Path | None,
     summary: dict[str, Any],
     errors: list[str],
-    began: float,
+    began: float | None,
     in_haste: bool,
 ) -> None:
-    """Wait for the trackers of a run as long as allowed, and add their results and the command's duration (it `began`
-    on the monotonic clock) to the summary. `in_haste`: a cluster manager is about to end this process."""
+    """Wait for the trackers of a run as long as allowed, and add their results and the command's duration to the
+    summary: it `began` on the monotonic clock, or was not the run's own (None). `in_haste`: a cluster manager is about
+    to end this process."""
     ended = trackers.end(report, summary["updates"], HASTE_S if in_haste else END_S)
     summary["tracked"] = {**summary.get("tracked", {}), **ended}
-    summary["command_s"] = round(monotonic() - began, 3)
+    if began is not None:
+        summary["command_s"] = round(monotonic() - began, 3)
     found = [one["warning"] for one in ended.values() if one["warning"]]
     summary["warnings"] = [*summary.get("warnings", ()), *found]
     with suppress(OSError):

@@ -164,12 +164,15 @@ def go_on(
         if options.updates == done and past.summary.get("status") == "done":
             tracked = past.summary.get("tracked", {})
             if lacking := [name for name in options.track if not tracked.get(name, {}).get("complete")]:
+                if command is None and (others := sorted(given.keys() - {"track"})):
+                    needed = f"--track alone, since all {done} updates are done, or more of them"
+                    raise CommandError(f"--{others[0].replace('_', '-')}: given {given[others[0]]}, needed {needed}")
                 if faults := list(record_lacks(replace(options, track=tuple(lacking)))):
                     raise CommandError(faults_text(faults))
                 config = replace(before, flags=replace(before.flags, track=options.track))
                 if config != before:
                     config.write(folder, dict(was))
-                complete = complete_trackers(folder, config, past.summary, lacking, flags, began)
+                complete = complete_trackers(folder, config, past.summary, lacking, flags)
                 # Trackers never change how a run ends, but here they are all that the user asked for.
                 return DONE if complete or command is not None else FAILED
             raise AllDone(f"{folder.path}: all {done} updates are done; --updates {2 * done} would go on")

@@ -10,6 +10,7 @@
 A default that `Context` or `Rules` has, too, is written there, since these do not know a run's options.
 """
 
+import json
 import math
 import re
 import secrets
@@ -356,9 +357,10 @@ class RunOptions(
 
 
 def as_written_now(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options in JSON, as this version writes them: an earlier one wrote 0 where one of these two was not given."""
+    """Options in JSON, as this version writes them: an earlier one wrote 0 where one of these two was not given, and
+    those that it did not have had their defaults."""
     older = {name: None for name in ("lora_alpha", "mismatch_limit") if options.get(name) == 0}
-    return {**options, **older}
+    return {**json.loads(json.dumps(asdict(RunOptions()))), **options, **older}
 
 
 # Options whose form in a `Context` comes from the plan: a rank's device and mesh.

@@ -150,7 +150,8 @@ class Follower:
     def check_slowness(self, now: float) -> None:
         """Report a client call that does not return. Called from another thread."""
         with self._lock:
-            if self.busy_since is not None and now - self.busy_since > SLOW_S:
+            since = self.busy_since
+            if since is not None and now - since > SLOW_S:
                 self.fail(f"its client has not come back for {SLOW_S:.0f} s", "slow")
 
     def _catch_up(self) -> None:

@@ -655,6 +655,8 @@ def test_variables_of_a_chat_template_give_the_same_prompt_as_transformers(tmp_p
     for words, given in (
         ((), {}),
         (("enable_thinking=false",), {"enable_thinking": False}),
+        (("enable_thinking=False",), {"enable_thinking": False}),
+        (("effort=NaN",), {"effort": "NaN"}),
         (["enable_thinking=true", "effort=what is"], {"enable_thinking": True, "effort": "what is"}),
         (("effort=",), {"effort": ""}),
         (("effort=3",), {"effort": 3}),
@@ -664,7 +666,7 @@ def test_variables_of_a_chat_template_give_the_same_prompt_as_transformers(tmp_p
         assert tokenizer.render("what") == expected
         tokenizer.require_variables(words)
         said.add(expected)
-    assert len(said) == 4
+    assert len(said) == 5
 
 
 @pytest.mark.parametrize("word", ["enable_thinking", "=1", "a b=1", "effort=1"])
@@ -804,6 +806,13 @@ def test_an_ordinary_word_that_would_end_every_response_is_refused(tmp_path: Pat
     with pytest.raises(TokenizerError, match=said):
         load("two", folder)
     assert load("two", words_folder(tmp_path, eos_token="two")).stops == (5, 1)
+    # config.json's are not used beside those of generation_config.json.
+    other = tmp_path / "both"
+    other.mkdir()
+    folder = words_folder(other)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
+    (folder / "config.json").write_text('{"vocab_size": 300, "eos_token_id": 5}')
+    assert load_tokenizer(folder).stops == (1,)
     folder = words_folder(tmp_path)
     more = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert more.add_tokens([AddedToken("is", special=False), AddedToken("stop", special=False)]) == 2

@@ -844,6 +844,22 @@ def test_a_run_of_a_version_that_wrote_0_for_what_was_not_given_goes_on(processe
     assert processes.configs[1] == processes.configs[0]
 
 
+def test_a_run_of_a_version_without_an_option_goes_on_unless_that_is_given_now(processes: Processes, out: Path) -> None:
+    command = [*AUTO, "--updates", "9", "--out", str(out)]
+    processes.status, processes.last = PREEMPTED, lambda folder: saved_at(folder, 5)
+    assert starting.run(command) == 75
+    config = RunFolder.open(out).read_json("config.json")
+    for option in ("chat_template_kwargs", "first_generators", "lr_decay"):
+        del config["flags"][option]
+        del config["asked"]["wanted"]["options"][option]
+    RunFolder.open(out).write_json("config.json", config)
+    with pytest.raises(CommandError, match="--first-generators: given 1, needed 0"):
+        starting.run([*command, "--first-generators", "1"])
+    processes.status, processes.last = DONE, bool
+    assert starting.run(command) == 0
+    assert processes.configs[1] == processes.configs[0]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

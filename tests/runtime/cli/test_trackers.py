@@ -20,6 +20,7 @@ from penstock.graph import trace
 from penstock.programs.toy import toy
 from penstock.runtime.cli import resume, tracker_processes
 from penstock.runtime.cli.launching import summary_text
+from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cli.tracker_processes import TrackerProcesses
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.run_config import RunConfig, RunOptions
@@ -531,6 +532,7 @@ def test_a_resume_of_a_finished_run_sends_trackers_what_they_lack(
     tracked = life.end(2)
     path, warning = life.folder.path, tracked["wandb"]["warning"]
     summary = {"status": "done", "updates": 2, "tracked": tracked, "warnings": ["other", warning], "error": ""}
+    summary["command_s"] = 1234.5
     life.folder.write_json("summary.json", summary)
     assert f"penstock resume {path}" in summary_text(summary, 2, str(path))
 
@@ -541,6 +543,9 @@ def test_a_resume_of_a_finished_run_sends_trackers_what_they_lack(
 
     status, has, found = resumed()
     assert (status, has, found["warnings"]) == (FAILED, {"wandb": (0, False)}, ["other", warning])
+    assert found["command_s"] == 1234.5
+    with pytest.raises(CommandError, match=r"--grace: given 7\.5, needed --track alone"):
+        resumed("--grace", "7.5")
     (tmp_path / "home" / "well").touch()
     status, has, found = resumed()
     assert (status, has, found["warnings"]) == (DONE, {"wandb": (2, True)}, ["other"])
