@@ -259,11 +259,16 @@ def test_a_tracker_has_each_update_once_over_the_lives_of_a_run_and_leaves_nothi
         pytest.skip(str(lack))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+
+    def repeated() -> list[str]:
+        """On a slow machine a client may also be told to be slow."""
+        return [note.partition(" ")[0] for note in life.told() if "are done again" in note]
+
     life = made(name, track_project="arith", lora=4)
     life.start()
     life.rows(*(row(update, 0.5) for update in range(5)))
     found = life.end(5)[name]
-    assert (found["updates"], found["complete"], life.told()) == (5, True, [])
+    assert (found["updates"], found["complete"], repeated()) == (5, True, [])
     losses, config, figures, report = READ[name](life)
     assert losses == [(update, 0.5) for update in range(5)]
     assert (config["program"], config["graph"]) == ("toy", life.config.graph.digest())
@@ -285,7 +290,7 @@ def test_a_tracker_has_each_update_once_over_the_lives_of_a_run_and_leaves_nothi
     assert losses == [(update, 0.5 if update < again else 1.5) for update in range(8)]
     assert report in (None, "<html>8</html>")
     assert (kept(life, name), figures) == (first, FIGURES)
-    assert [note.partition(" ")[0] for note in life.told()] == [f"{name}:"] * (not anew)
+    assert repeated() == [f"{name}:"] * (not anew)
 
     # The file with the tracker's state is damaged: some clients know by themselves what they have, others do not.
     complete_checkpoint(life.folder, begin_checkpoint(life.folder, "r", 8), CUT, {})
