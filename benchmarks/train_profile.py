@@ -83,12 +83,20 @@ def clock(work: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-def seconds_by_kind(work: Callable[[], object]) -> dict[str, float]:
-    """Return the median processor seconds, in total as `seconds`, and by kind."""
+def seconds_by_kind(work: Callable[[], object], one_round: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """Return the median processor seconds of the work: in total as `seconds`, and by kind, which `one_round` measures
+    with the work done once."""
     work()
     seconds = median(clock(work) for _ in range(REPEATS))
-    rounds: list[dict[str, float]] = []
-    for _ in range(REPEATS):
+    rounds = [one_round() for _ in range(REPEATS)]
+    found = {kind: median(kinds[kind] for kinds in rounds) for kind in rounds[0]}
+    return {"seconds": seconds, **found, REST: max(0.0, seconds - sum(found.values()))}
+
+
+def operations(work: Callable[[], object]) -> Callable[[], dict[str, float]]:
+    """Rounds of work that calls operations of PyTorch."""
+
+    def one_round() -> dict[str, float]:
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             work()
         kinds = dict.fromkeys([*KINDS, OTHER], 0.0)
@@ -96,15 +104,13 @@ def seconds_by_kind(work: Callable[[], object]) -> dict[str, float]:
             if "::" in event.key and not event.key.startswith(("autograd::", "torch::")):
                 kind = next((kind for kind, names in KINDS.items() if event.key.startswith(names)), OTHER)
                 kinds[kind] += event.self_cpu_time_total / 1e6
-        rounds.append(kinds)
-    found = {kind: median(kinds[kind] for kinds in rounds) for kind in rounds[0]}
-    return {"seconds": seconds, **found, REST: max(0.0, seconds - sum(found.values()))}
+        return kinds
+
+    return one_round
 
 
-def seconds_of_passes(work: Callable[[], object], passes: DecodePass) -> dict[str, float]:
-    """The same for work that makes passes of generation."""
-    work()
-    seconds = median(clock(work) for _ in range(REPEATS))
+def passes_of(work: Callable[[], object], passes: DecodePass) -> Callable[[], dict[str, float]]:
+    """Rounds of work that makes passes of generation, which call the timing functions from now on."""
     timed = compile_c(Path(__file__).with_name("timed_parts.c"), passes.model.dtype)
     called = (ctypes.c_void_p * len(IN_A_PASS)).in_dll(timed, "called")
     took = (ctypes.c_double * len(IN_A_PASS)).in_dll(timed, "seconds")
@@ -125,17 +131,18 @@ def seconds_of_passes(work: Callable[[], object], passes: DecodePass) -> dict[st
 
     for name in ("hidden", "logits", "sample"):
         setattr(passes, name, adding(getattr(passes, name)))
-    rounds: list[dict[str, float]] = []
-    for _ in range(REPEATS):
+
+    def one_round() -> dict[str, float]:
+        nonlocal in_all
         took[:], in_all = [0.0] * len(IN_A_PASS), 0.0
         work()
         kinds = dict.fromkeys([*KINDS, OTHER], 0.0)
         for own, kind in zip(took, IN_A_PASS.values(), strict=True):
             kinds[kind] += own
         kinds[PRODUCTS] = in_all - sum(kinds.values())
-        rounds.append(kinds)
-    found = {kind: median(kinds[kind] for kinds in rounds) for kind in rounds[0]}
-    return {"seconds": seconds, **found, REST: max(0.0, seconds - sum(found.values()))}
+        return kinds
+
+    return one_round
 
 
 def main() -> None:
@@ -158,7 +165,7 @@ def main() -> None:
             # One pass samples, one learns, and the backward pass has twice the products of a pass.
             whole = flops(hidden, layers, Batch(PROMPTS, SAMPLES, PROMPT_TOKENS, tokens))
             for work, share in ((sample, 1 / 4), (learning(folder, dtype, given), 3 / 4)):
-                found = seconds_of_passes(work, passes) if work is sample else seconds_by_kind(work)
+                found = seconds_by_kind(work, passes_of(work, passes) if work is sample else operations(work))
                 seconds = found.pop("seconds")
                 row: dict[str, Any] = {"model": name, "work": "generate" if work is sample else "update"}
                 shares = {kind: f"{part / seconds:.0%}" for kind, part in found.items()}

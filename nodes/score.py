@@ -91,8 +91,8 @@ _TWO_READINGS = re.compile(
 # A number after the first or before the second pattern is a part of an expression, such as 2^{10}, \sqrt{2}, √2, 3\pi,
 # 3², 3i, "3k", 2 * 3, "minus 3" or "3 squared"; or it follows "not", "about" or a comparison. Marks of Markdown have a
 # space on one side (*Step 2* 3), operators on none or on both. "At least 3" may be all of an answer; in 5!=120 the mark
-# belongs to the 5. So is the second of "2 and 3/4", "3 or 4", "f(5)" or "(1/2)(3)", and one after a minus with a mark
-# between them: -(5), -**5**.
+# belongs to the 5. Numbers in "20% of 50", "4 hundred 50", "f(5)", "(1/2)(3)", "2024-05-05" and "0.333..." are parts of
+# one, too, as is a number after a minus with a mark between them: -(5), -**5**.
 _FUNCTIONS = "sqrt|log|ln|sin|cos|tan"
 _UNEQUAL, _EQUAL = r"(?<![\w)}\]])!=", re.compile(r"(?<![^\w)}\]]!)=")
 _WITHIN = (
@@ -126,7 +126,7 @@ _WHOLE = re.compile(r"[0-9][ \t]and[ \t]$")
 # What makes the first number after "####" a part of more than a number.
 _GOES_ON = re.compile(
     rf"[ \t]*+(?:\+|[*×·÷<>≈] ?[−$(-]*[0-9\\]|[−–-] ?\$?\(?[0-9]|[,;] ?[−$-]*[0-9]|(?:%|percent)[ \t]+of[ \t]"
-    rf"|(?<![\w])(?:(?:and|or|to|x|mod|choose|times|plus|minus)[ \t]+[−$(-]*[0-9]|[ixyz][ \t.]*$)"
+    rf"|(?<!\w)(?:(?:and|or|to|x|mod|choose|times|plus|minus)[ \t]+[−$(-]*[0-9]|[ixyz][ \t.]*$)"
     rf"|(?:{_LARGER})(?:[ \t]and)?[ \t][0-9.]+[ \t]?(?:{_SMALLER})\b)|[ \t]+[0-9]",
     re.MULTILINE,
 )

@@ -31,8 +31,8 @@ FILES_OF_OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "
 _CHAT = '[{"role": "'
 # Placeholders for messages, to find the text that a template puts around them.
 _MARKS = "@@question@@", "@@answer@@", '@@"reply"@@'
-# What a template gets in any case; transformers passes the last two, too.
-_OURS = "messages", "add_generation_prompt", "tools", "documents"
+# What a template gets beside the messages; transformers passes the last two, too.
+_BESIDE: dict[str, Any] = {"add_generation_prompt": True, "tools": None, "documents": None}
 # A character that stands for no byte.
 _BOUND = "\u0100"
 # The flag of `variables`.
@@ -277,8 +277,8 @@ class Tokenizer:
         assert self.template is not None
         messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
         try:
-            given = dict(zip(_OURS, (messages, True, None, None), strict=True))
-            return _compiled(self.template).render({**self.variables, **given, **self.special})
+            given = {**self.variables, "messages": messages, **_BESIDE, **self.special}
+            return _compiled(self.template).render(given)
         except Exception as error:  # a template is a program, which may raise anything
             # The message of a template's own error says enough.
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
@@ -289,7 +289,7 @@ class Tokenizer:
     def require_variables(self, words: Iterable[str]) -> None:
         """Raise TokenizerError for `template_variables` that the chat template does not read: they have no effect."""
         parsed = _environment().parse(self.template or "")
-        known = meta.find_undeclared_variables(parsed) - {*_OURS, *self.special, *_environment().globals}
+        known = meta.find_undeclared_variables(parsed) - {"messages", *_BESIDE, *self.special, *_environment().globals}
         if unknown := sorted(template_variables(words).keys() - known):
             needed = f"variables that the model's chat template reads: {', '.join(sorted(known)) or 'there are none'}"
             raise TokenizerError(f"{VARIABLES}: given {', '.join(unknown)}, needed {needed}")
