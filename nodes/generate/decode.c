@@ -3,14 +3,37 @@
 
    Compiled at run time; with BF16 the tensors are bfloat16, products are summed in float32, and results are rounded
    where the model's own operations round. An output of a product is summed in the order of the inputs, by one lane of a
-   tile or a vector: the bits of a row depend only on its own numbers, for any number of rows. */
+   tile or a vector: the bits of a row depend only on its own numbers, for any number of rows.
 
+   Weights of layers may be in eight bits: such a product multiplies integers, and is that of `eight_bit.py` to the bit.
+
+   A GROUP is four bytes of an output's weights: one float, two of bfloat16, or four of eight bits. */
+
+#include <float.h>
 #include <stdlib.h>
 
 #include "activations.h"
 
+/* 1 if products of eight bits have instructions of their own. */
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+#define EIGHT_BITS
+const int eight_bits = 1;
+#else
+const int eight_bits = 0;
+#endif
+
+/* 1 if products of stored numbers, and of eight bits, use tiles. */
 #if defined(BF16) && defined(__AMX_BF16__) && defined(__AVX512F__)
-#define TILES
+#define TILES_STORED 1
+#else
+#define TILES_STORED 0
+#endif
+#if defined(EIGHT_BITS) && defined(__AMX_INT8__)
+#define TILES_EIGHT 1
+#else
+#define TILES_EIGHT 0
+#endif
+#if TILES_STORED || TILES_EIGHT
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -36,7 +59,8 @@ typedef float factor;
 typedef stored factor;
 #define WIDENED 0
 #endif
-/* Inputs of a packed weight are padded with 0 to a multiple of STEP, and in bfloat16 stored as pairs. */
+/* Inputs of a packed weight are padded to a multiple of STEP, and those of the same output are adjacent in groups: of
+   PAIR stored numbers, or of QUAD of eight bits. */
 #ifdef BF16
 #define STEP 32
 #define PAIR 2
@@ -44,9 +68,21 @@ typedef stored factor;
 #define STEP 1
 #define PAIR 1
 #endif
+#define STEP_EIGHT 64
+#define QUAD 4
+#define GROUP 4
 
-/* Cache lines of a block at a step. */
-#define LINES (STEP * BLOCK * (int64_t)sizeof(stored) / 64)
+/* Bytes of a row at a step of the inputs that tiles multiply. */
+#define TILE_BYTES 64
+
+static int64_t padded(int64_t I, int eight) { return whole(I, eight ? STEP_EIGHT : STEP); }
+
+/* Bytes of a row's inputs, and of a block of a packed weight. In eight bits a block begins with its outputs' scales,
+   and its elements are stored as unsigned, 128 more than they are: the instructions multiply signed by unsigned. */
+static int64_t row_bytes(int64_t I, int eight) { return padded(I, eight) * (eight ? 1 : (int64_t)sizeof(stored)); }
+#define SCALES (BLOCK * (int64_t)sizeof(float))
+#define OFFSET 128
+static int64_t block_bytes(int64_t I, int eight) { return BLOCK * row_bytes(I, eight) + (eight ? SCALES : 0); }
 
 /* The use of a product's sums: PLAIN stores them, ADDED adds them to the present outputs, and GATED plus the number of
    an activation, for blocks of LANES gates and LANES others, stores activation(gate) * other. */
@@ -59,20 +95,32 @@ const int fast = 1;
 const int fast = 0;
 #endif
 
-/* The number of elements of a packed weight [O, I]. */
-int64_t packed_size(int64_t O, int64_t I) { return whole(O, BLOCK) * whole(I, STEP); }
+/* The size of a packed weight [O, I], in stored numbers. */
+int64_t packed_size(int64_t O, int64_t I, int eight) {
+    return whole(O, BLOCK) / BLOCK * block_bytes(I, eight) / (int64_t)sizeof(stored);
+}
 
-/* Write a weight [O, I] into a packed one. Its output o becomes output `at` + o. With `gated`, blocks have LANES
-   outputs of each of two weights, and o is number o of the first (`at` 0) or of the second one (`at` LANES). */
-void pack(const stored *w, stored *to, int64_t O, int64_t I, int64_t at, int gated, int threads) {
-    int64_t inputs = whole(I, STEP);
+/* Write a weight [O, I] into a packed one: of stored numbers or, if it has `scales` [O], of eight bits. Its output o
+   becomes output `at` + o. With `gated`, blocks have LANES outputs of each of two weights, and o is number o of the
+   first (`at` 0) or of the second one (`at` LANES). */
+void pack(const void *w, const float *scales, char *to, int64_t O, int64_t I, int64_t at, int gated, int threads) {
+    int eight = scales != NULL;
+    int64_t inputs = padded(I, eight), bytes = block_bytes(I, eight), each = eight ? QUAD : PAIR;
 #pragma omp parallel for num_threads(threads)
     for (int64_t first = 0; first < O; first += LANES)
-        for (int64_t k = 0; k < inputs; k += PAIR)
+        for (int64_t k = 0; k < inputs; k += each)
             for (int64_t o = first; o < O && o < first + LANES; o++) {
                 int64_t place = gated ? o / LANES * BLOCK + o % LANES + at : at + o;
-                stored *pair = to + place / BLOCK * BLOCK * inputs + k * BLOCK + place % BLOCK * PAIR;
-                for (int64_t i = 0; i < PAIR; i++) pair[i] = k + i < I ? w[o * I + k + i] : 0;
+                char *block = to + place / BLOCK * bytes, *group = block + k / each * BLOCK * GROUP;
+                group += place % BLOCK * GROUP;
+                if (eight) {
+                    const uint8_t *from = (const uint8_t *)w + o * I + k;
+                    ((float *)block)[place % BLOCK] = scales[o];
+                    for (int64_t i = 0; i < QUAD; i++) group[SCALES + i] = (char)(k + i < I ? from[i] ^ OFFSET : 0);
+                } else {
+                    const stored *from = (const stored *)w + o * I + k;
+                    for (int64_t i = 0; i < PAIR; i++) ((stored *)group)[i] = k + i < I ? from[i] : 0;
+                }
             }
 }
 
@@ -118,19 +166,46 @@ static inline __attribute__((always_inline)) void few(int m, const factor *x, in
     for (int i = 0; i < m; i++) memcpy(to + i * BLOCK, sums[i], sizeof sums[i]);
 }
 
+/* The same in eight bits, whose sums are integers, with the elements of a block. */
+static inline __attribute__((always_inline)) void few_eight(int m, const int8_t *x, int64_t x_row, int64_t I,
+                                                            const char *w, const char *ask, int64_t step, float *to) {
+#ifdef EIGHT_BITS
+    __m512i sums[ROWS][2] = {0};
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < I; k += QUAD, w += GROUP * BLOCK, ask += step) {
+        __builtin_prefetch(ask, 0, 2);
+        __m512i each[2];
+        memcpy(each, w, sizeof each);
+#pragma GCC unroll 8
+        for (int i = 0; i < m; i++) {
+            int32_t own;
+            memcpy(&own, x + i * x_row + k, sizeof own);
+            __m512i all = _mm512_set1_epi32(own);
+            for (int j = 0; j < 2; j++) sums[i][j] = _mm512_dpbusd_epi32(sums[i][j], each[j], all);
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < m; i++) memcpy(to + i * BLOCK, sums[i], sizeof sums[i]);
+#endif
+}
+
 /* The same for any number of rows with a whole block. */
-static void many(int64_t rows, const factor *x, int64_t x_row, int64_t I, const stored *w, const char *ask,
-                 int64_t step, float to[][BLOCK]) {
+static inline __attribute__((always_inline)) void many(int eight, int64_t rows, const char *x, int64_t x_bytes,
+                                                       int64_t I, const char *w, const char *ask, int64_t step,
+                                                       float to[][BLOCK]) {
+#define SOME(n)                                                                                             \
+    if (m == n && eight) few_eight(n, (const int8_t *)own, x_bytes, I, part, ask, step, sums);              \
+    if (m == n && !eight)                                                                                   \
+        few(n, (const factor *)own, x_bytes / (int64_t)sizeof(factor), I, (const stored *)part, ask, step, sums)
     for (int64_t o = 0; o < BLOCK; o += 2 * WIDTH)
-        for (int64_t i = 0, m; i < rows; i += m, ask += step * I / PAIR) {
-            const factor *own = x + i * x_row;
-            const stored *part = w + o * PAIR;
+        for (int64_t i = 0, m; i < rows; i += m, ask += step * (I / (eight ? QUAD : PAIR))) {
+            const char *own = x + i * x_bytes, *part = w + o * GROUP;
             float *sums = &to[i][o];
             m = rows - i >= ROWS ? ROWS : rows - i >= 4 ? 4 : rows - i >= 2 ? 2 : 1;
-            if (m == ROWS) few(ROWS, own, x_row, I, part, ask, step, sums);
-            if (m == 4) few(4, own, x_row, I, part, ask, step, sums);
-            if (m == 2) few(2, own, x_row, I, part, ask, step, sums);
-            if (m == 1) few(1, own, x_row, I, part, ask, step, sums);
+            SOME(ROWS);
+            SOME(4);
+            SOME(2);
+            SOME(1);
         }
 }
 
@@ -141,13 +216,22 @@ static inline vector narrowed(vector x) {
     return load(part);
 }
 
-/* Sums of `count` rows with a block whose outputs begin at `at`, of O, and their use by `kind`. */
+/* What a row of eight bits is multiplied by, and the sum of its elements. */
+struct eighth {
+    float scale;
+    int32_t sum;
+};
+
+/* Sums of `count` rows with a block whose outputs begin at `at`, of O, and their use by `kind`. With `eighths` of the
+   rows they are integers, and `scales` those of the block. */
 struct sums {
     float (*rows)[BLOCK];
     int64_t count, at, O, out_row;
     const stored *bias;
     stored *out;
     int kind;
+    const struct eighth *eighths;
+    const float *scales;
 };
 
 /* Use the sums of some rows; the block has `left` outputs, at most BLOCK. */
@@ -158,6 +242,16 @@ static inline __attribute__((always_inline)) void use(const struct sums *sums, i
         stored *out = sums->out + i * sums->out_row + at;
         vector each[2];
         for (int j = 0; j < 2; j++) memcpy(&each[j], sums->rows[i] + j * LANES, sizeof each[j]);
+#ifdef EIGHT_BITS
+        for (int j = 0; j < 2 && sums->eighths; j++) {
+            bits_vector exact = (bits_vector)each[j] - OFFSET * (uint32_t)sums->eighths[i].sum;
+            vector scales;
+            memcpy(&scales, sums->scales + j * LANES, sizeof scales);
+            each[j] = __builtin_convertvector((int_vector)exact, vector) * scales * sums->eighths[i].scale;
+            /* Round this before a bias is added: no fused multiplication and addition. */
+            __asm__("" : "+v"(each[j]));
+        }
+#endif
         if (kind >= GATED) {
             vector gate = narrowed(each[0]), made = gate * sigmoid(argument(gate, kind - GATED)) * narrowed(each[1]);
             store_part(out, made, left / 2);
@@ -187,11 +281,12 @@ static __attribute__((noinline)) void finish(const struct sums *sums, int64_t be
         use(sums, begin, end, sums->kind, BLOCK);
 }
 
-#ifdef TILES
-static int tiles;
+#if TILES_STORED || TILES_EIGHT
+static int allowed;
+static int uses_tiles(int eight) { return allowed && (eight ? TILES_EIGHT : TILES_STORED); }
 
 /* Request permission from the kernel to use the processor's tiles, once. */
-static __attribute__((constructor)) void ask_for_tiles(void) { tiles = !syscall(SYS_arch_prctl, 0x1023, 18); }
+static __attribute__((constructor)) void ask_for_tiles(void) { allowed = !syscall(SYS_arch_prctl, 0x1023, 18); }
 
 static void begin_tiles(void) {
     struct {
@@ -200,12 +295,27 @@ static void begin_tiles(void) {
         uint8_t rows[16];
     } config = {.palette = 1};
     for (int t = 0; t < 8; t++) config.bytes[t] = 64, config.rows[t] = 16;
-    if (tiles) _tile_loadconfig(&config);
+    _tile_loadconfig(&config);
 }
 
-static void end_tiles(void) {
-    if (tiles) _tile_release();
-}
+static void end_tiles(void) { _tile_release(); }
+
+/* Add the products of a tile of rows and a tile of a weight. */
+#if TILES_STORED
+#define ADD_STORED(to, x, w) _tile_dpbf16ps(to, x, w)
+#else
+#define ADD_STORED(to, x, w) (void)0
+#endif
+#if TILES_EIGHT
+#define ADD_EIGHT(to, x, w) _tile_dpbsud(to, x, w)
+#else
+#define ADD_EIGHT(to, x, w) (void)0
+#endif
+#define ADD_PRODUCTS(to, x, w)   \
+    if (eight)                   \
+        ADD_EIGHT(to, x, w);     \
+    else                         \
+        ADD_STORED(to, x, w)
 
 /* Steps of the inputs for which the tiles of TILED rows and of a block fit in the first-level cache, and those for
    which the tiles of a block alone do. */
@@ -215,9 +325,9 @@ static void end_tiles(void) {
 /* Add the products of one tile of rows, or two with `pair`, and some steps of the inputs to the sums; without `begun`
    these are 0. With each step prefetch `bytes` of the weight, and use `share` rows of the sums `before`, from `*used`
    on: that takes time in which tiles wait for the weight. */
-static inline __attribute__((always_inline)) void add_tiles(int pair, int begun, int64_t steps, const stored *x,
-                                                            int64_t x_step, const stored *w, const char *ask,
-                                                            int64_t bytes, float to[][BLOCK],
+static inline __attribute__((always_inline)) void add_tiles(int eight, int pair, int begun, int64_t steps,
+                                                            const char *x, int64_t x_step, const char *w,
+                                                            const char *ask, int64_t bytes, float to[][BLOCK],
                                                             const struct sums *before, int64_t share, int64_t *used) {
     if (begun) {
         _tile_loadd(0, to[0], 128);
@@ -230,17 +340,17 @@ static inline __attribute__((always_inline)) void add_tiles(int pair, int begun,
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int64_t k = 0; k < steps; k++, x += x_step, w += STEP * BLOCK, ask += STEP * BLOCK * sizeof(stored)) {
+    for (int64_t k = 0; k < steps; k++, x += x_step, w += TILE_BYTES * BLOCK, ask += TILE_BYTES * BLOCK) {
         _tile_loadd(6, w, 128);
-        _tile_loadd(7, w + 32, 128);
+        _tile_loadd(7, w + 64, 128);
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(ask + i, 0, 2);
         _tile_loadd(4, x, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
+        ADD_PRODUCTS(0, 4, 6);
+        ADD_PRODUCTS(1, 4, 7);
         if (pair) {
-            _tile_loadd(5, x + TILE * STEP, 64);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+            _tile_loadd(5, x + TILE * TILE_BYTES, 64);
+            ADD_PRODUCTS(2, 5, 6);
+            ADD_PRODUCTS(3, 5, 7);
         }
         if (*used < before->count) {
             int64_t begin = *used;
@@ -254,108 +364,165 @@ static inline __attribute__((always_inline)) void add_tiles(int pair, int begun,
     if (pair) _tile_stored(3, to[TILE] + 16, 128);
 }
 
-/* The sums of rows in `count` tiles [inputs / STEP, count, TILE, STEP] with a block. Of a block that does not fit in
-   the first-level cache, a chunk is used for all rows before the next one is read. The sums `before` are used
-   meanwhile. */
-static void by_tiles(int64_t count, const stored *x, int64_t inputs, const stored *w, const char *ask, int64_t bytes,
-                     float to[][BLOCK], const struct sums *before) {
-    int64_t steps = inputs / STEP, parts = steps * whole(count, 2) / 2, share = whole(before->count, parts) / parts;
-    int64_t used = 0, x_step = count * TILE * STEP, chunk = count > 2 && steps > MANY ? CHUNK : steps;
+/* The sums of rows in `count` tiles [steps, count, TILE, TILE_BYTES] with a block. Of a block that does not fit in the
+   first-level cache, a chunk is used for all rows before the next one is read. The sums `before` are used meanwhile. */
+static inline __attribute__((always_inline)) void by_tiles(int eight, int64_t count, const char *x, int64_t steps,
+                                                           const char *w, const char *ask, int64_t bytes,
+                                                           float to[][BLOCK], const struct sums *before) {
+    int64_t parts = steps * whole(count, 2) / 2, share = whole(before->count, parts) / parts;
+    int64_t used = 0, x_step = count * TILE * TILE_BYTES, chunk = count > 2 && steps > MANY ? CHUNK : steps;
     for (int64_t k = 0; k < steps; k += chunk) {
         int64_t some = steps - k < chunk ? steps - k : chunk;
-        const stored *own_w = w + k * STEP * BLOCK;
-        const char *own_ask = ask + k * STEP * BLOCK * sizeof(stored);
+        const char *own_w = w + k * TILE_BYTES * BLOCK, *own_ask = ask + k * TILE_BYTES * BLOCK;
         for (int64_t t = 0; t < count; t += 2, own_ask += bytes) {
-            const stored *own = x + k * x_step + t * TILE * STEP;
+            const char *own = x + k * x_step + t * TILE * TILE_BYTES;
             float(*sums)[BLOCK] = to + t * TILE;
             if (t + 1 < count)
-                add_tiles(1, k > 0, some, own, x_step, own_w, own_ask, bytes, sums, before, share, &used);
+                add_tiles(eight, 1, k > 0, some, own, x_step, own_w, own_ask, bytes, sums, before, share, &used);
             else
-                add_tiles(0, k > 0, some, own, x_step, own_w, own_ask, bytes, sums, before, share, &used);
+                add_tiles(eight, 0, k > 0, some, own, x_step, own_w, own_ask, bytes, sums, before, share, &used);
         }
     }
 }
 #else
-enum { tiles = 0 };
+static int uses_tiles(int eight) { return 0; }
 static void begin_tiles(void) {}
 static void end_tiles(void) {}
-static void by_tiles(int64_t count, const stored *x, int64_t inputs, const stored *w, const char *ask, int64_t bytes,
-                     float to[][BLOCK], const struct sums *before) {}
+static void by_tiles(int eight, int64_t count, const char *x, int64_t steps, const char *w, const char *ask,
+                     int64_t bytes, float to[][BLOCK], const struct sums *before) {}
 #endif
 
-/* Elements of working memory for a product with R rows of I inputs. */
-static int64_t product_size(int64_t R, int64_t I) {
-    int64_t factors = whole(R, TILE) * whole(I, STEP);
-    return WIDENED ? factors * (int64_t)(sizeof(float) / sizeof(stored)) : tiles ? factors : 0;
+/* Stored numbers of working memory for a product with R rows of I inputs. */
+static int64_t product_size(int64_t R, int64_t I, int eight) {
+    int64_t bytes = whole(R, TILE) * row_bytes(I, eight);
+    if (eight) return (bytes + R * (int64_t)sizeof(struct eighth)) / (int64_t)sizeof(stored);
+    return WIDENED ? bytes / (int64_t)sizeof(stored) * 2 : uses_tiles(0) ? bytes / (int64_t)sizeof(stored) : 0;
 }
 
-/* Write x [R, I] as tiles: for each TILED rows [inputs / STEP, tiles, TILE, STEP]. Rows and inputs that do not fill a
-   tile are 0. Called by each thread of a team. */
-static void tile_rows(const stored *x, int64_t R, int64_t I, int64_t x_row, stored *to) {
-    int64_t inputs = whole(I, STEP);
+/* The place of row r's first step in working memory with R rows, and the bytes from one step to the next: rows one
+   after the other, or as tiles, for each TILED rows [steps, tiles, TILE, TILE_BYTES]. */
+static int64_t place(int64_t r, int64_t R, int64_t bytes, int tiled, int64_t *next) {
+    int64_t first = r / TILED * TILED, rows = R - first < TILED ? R - first : TILED;
+    *next = tiled ? whole(rows, TILE) * TILE_BYTES : TILE_BYTES;
+    return tiled ? first * bytes + (r - first) * TILE_BYTES : r * bytes;
+}
+
+/* Write x [R, I] as tiles. Inputs that do not fill a step are 0; rows that do not fill a tile are those of an earlier
+   product, and so are their sums, which nothing uses. Called by each thread of a team, as the next one. */
+static void tile_rows(const stored *x, int64_t R, int64_t I, int64_t x_row, char *to) {
 #pragma omp for
-    for (int64_t t = 0; t < whole(R, TILE) / TILE; t++) {
-        int64_t first = t * TILE / TILED * TILED, rows = R - first < TILED ? R - first : TILED;
-        int64_t count = whole(rows, TILE) / TILE;
-        stored *tile = to + first * inputs + (t - first / TILE) * TILE * STEP;
-        for (int64_t k = 0; k < inputs; k += STEP, tile += count * TILE * STEP)
-            for (int64_t i = 0, r = t * TILE; i < TILE; i++, r++) {
-                int64_t filled = r < R ? I - k : 0;
-                if (filled >= STEP)
-                    memcpy(tile + i * STEP, x + r * x_row + k, STEP * sizeof(stored));
-                else
-                    for (int64_t j = 0; j < STEP; j++) tile[i * STEP + j] = j < filled ? x[r * x_row + k + j] : 0;
-            }
+    for (int64_t r = 0; r < R; r++) {
+        int64_t next, left = I * (int64_t)sizeof(stored);
+        char *step = to + place(r, R, row_bytes(I, 0), 1, &next);
+        for (const char *from = (const char *)(x + r * x_row); left > 0; from += TILE_BYTES, step += next) {
+            int64_t some = left < TILE_BYTES ? left : TILE_BYTES;
+            memcpy(step, from, some);
+            if (some < TILE_BYTES) memset(step + some, 0, TILE_BYTES - some);
+            left -= some;
+        }
     }
 }
 
+/* Write x [R, I] in eight bits, as `QuantisedRows.of` does: the largest magnitude of a row becomes 127. */
+static void quantise(const stored *x, int64_t R, int64_t I, int64_t x_row, int tiled, char *to,
+                     struct eighth *eighths) {
+#ifdef EIGHT_BITS
+#pragma omp for
+    for (int64_t r = 0; r < R; r++) {
+        const stored *own = x + r * x_row;
+        /* The bits of magnitudes have the order of the magnitudes, and those of NaN are the largest. */
+        __m512i most = _mm512_setzero_si512(), sums = most;
+        for (int64_t d = 0; d < I; d += LANES) {
+            bits_vector bits = (bits_vector)load_part(own + d, I - d) & 0x7fffffff;
+            most = _mm512_max_epi32(most, (__m512i)bits);
+        }
+        int32_t bits = _mm512_reduce_max_epi32(most);
+        float scale;
+        memcpy(&scale, &bits, sizeof scale);
+        scale /= 127.0f;
+        if (scale < FLT_MIN) scale = FLT_MIN;
+        int64_t next;
+        char *step = to + place(r, R, row_bytes(I, 1), tiled, &next);
+        for (int64_t d = 0; d < padded(I, 1); d += STEP_EIGHT, step += next)
+            for (int64_t j = 0; j < STEP_EIGHT; j += LANES) {
+                vector each = d + j < I ? load_part(own + d + j, I - d - j) : (vector){0};
+                __m512i whole = _mm512_cvtps_epi32((__m512)(each / scale));
+                sums = _mm512_add_epi32(sums, whole);
+                _mm_storeu_si128((__m128i *)(step + j), _mm512_cvtepi32_epi8(whole));
+            }
+        eighths[r].scale = scale, eighths[r].sum = _mm512_reduce_add_epi32(sums);
+    }
+#endif
+}
+
 /* x [R, I] times a packed weight of O outputs, into rows of `out`. */
-static void product(const stored *x, int64_t R, int64_t I, int64_t x_row, const stored *w, int64_t O,
-                    const stored *bias, int kind, stored *out, int64_t out_row, stored *working, int threads) {
-    if (!R) return;
-    int64_t inputs = whole(I, STEP), blocks = whole(O, BLOCK) / BLOCK, most = tiles ? TILED : TALL;
-    const factor *factors = WIDENED ? (const factor *)working : (const factor *)x;
-    int64_t factors_row = WIDENED ? inputs : x_row;
+static inline __attribute__((always_inline)) void multiply(int eight, const stored *x, int64_t R, int64_t I,
+                                                           int64_t x_row, const stored *w, int64_t O,
+                                                           const stored *bias, int kind, stored *out, int64_t out_row,
+                                                           stored *working, int threads) {
+    int tiled = uses_tiles(eight), copied = eight || tiled || WIDENED;
+    int64_t inputs = padded(I, eight), row = row_bytes(I, eight), bytes_each = block_bytes(I, eight);
+    int64_t blocks = whole(O, BLOCK) / BLOCK, most = tiled ? TILED : TALL;
+    char *own_rows = (char *)working;
+    const char *rows = copied ? own_rows : (const char *)x;
+    int64_t factors_row = eight ? row : (copied ? inputs : x_row) * (int64_t)sizeof(factor);
+    struct eighth *eighths = eight ? (struct eighth *)(own_rows + whole(R, TILE) * row) : NULL;
     /* While it computes with a block, it prefetches a later part of the weight, a share with each few rows: with up to
-       TILED rows in tiles what comes some steps later, else the next block. */
-    int64_t each = tiles ? 2 * TILE : ROWS, calls = tiles ? 1 : BLOCK / (2 * WIDTH);
-    int64_t turns = whole(R, each) / each * calls;
-    int64_t bytes = tiles ? whole(LINES, turns) / turns * 64 : turns > 1 ? 128 / turns : 64;
-    int64_t part = tiles ? bytes : calls * bytes * inputs / PAIR, ahead = tiles && R <= TILED ? 8 * STEP : inputs;
+       TILED rows in tiles what comes some steps later, else the next block. Per step of tiles, or per group. */
+    int64_t each = tiled ? 2 * TILE : ROWS, calls = tiled ? 1 : BLOCK / (2 * WIDTH);
+    int64_t turns = whole(R, each) / each * calls, lines = TILE_BYTES * BLOCK / 64;
+    int64_t bytes = tiled ? whole(lines, turns) / turns * 64 : turns > 1 ? BLOCK * GROUP / turns : 64;
+    int64_t part = tiled ? bytes : calls * bytes * (row / GROUP);
+    int64_t ahead = tiled && R <= TILED ? 8 * TILE_BYTES * BLOCK : bytes_each;
 #pragma omp parallel num_threads(threads)
     {
         float memory[2][TILED][BLOCK] __attribute__((aligned(64)));
         /* With tiles, the sums of a block are used while those of the next one are computed. */
         struct sums before = {.kind = kind, .bias = bias, .O = O, .out_row = out_row}, now = before;
-        if (tiles) {
-            tile_rows(x, R, I, x_row, working);
+        if (eight) {
+            quantise(x, R, I, x_row, tiled, own_rows, eighths);
+        } else if (tiled) {
+            tile_rows(x, R, I, x_row, own_rows);
         } else if (WIDENED) {
 #pragma omp for
             for (int64_t r = 0; r < R; r++)
                 for (int64_t k = 0; k < inputs; k++)
-                    ((float *)working)[r * inputs + k] = k < I ? wide(x[r * x_row + k]) : 0;
+                    ((float *)own_rows)[r * inputs + k] = k < I ? wide(x[r * x_row + k]) : 0;
         }
-        begin_tiles();
+        if (tiled) begin_tiles();
 #pragma omp for
         for (int64_t b = 0; b < blocks; b++) {
-            const stored *block = w + b * BLOCK * inputs;
-            const char *ask = (const char *)(block + BLOCK * ahead);
+            const char *block = (const char *)w + b * bytes_each, *ask = block + ahead;
+            const char *elements = block + (eight ? SCALES : 0);
             for (int64_t r = 0; r < R; r += now.count, ask += most / each * part) {
                 now.rows = memory[now.rows == memory[0]], now.count = R - r < most ? R - r : most;
                 now.at = b * BLOCK, now.out = out + r * out_row;
-                if (tiles) {
-                    const stored *own = working + r * inputs;
-                    by_tiles(whole(now.count, TILE) / TILE, own, inputs, block, ask, bytes, now.rows, &before);
+                if (eight) now.eighths = eighths + r, now.scales = (const float *)block;
+                if (tiled) {
+                    int64_t count = whole(now.count, TILE) / TILE;
+                    by_tiles(eight, count, rows + r * row, row / TILE_BYTES, elements, ask, bytes, now.rows, &before);
                     before = now;
                 } else {
-                    many(now.count, factors + r * factors_row, factors_row, I, block, ask, bytes, now.rows);
+                    many(eight, now.count, rows + r * factors_row, factors_row, eight ? inputs : I, elements, ask, bytes,
+                         now.rows);
                     finish(&now, 0, now.count);
                 }
             }
         }
-        end_tiles();
+        if (tiled) end_tiles();
         finish(&before, 0, before.count);
     }
+}
+
+/* The same for a weight of stored numbers, or of eight bits. */
+static __attribute__((noinline)) void product(const stored *x, int64_t R, int64_t I, int64_t x_row, const stored *w,
+                                              int eight, int64_t O, const stored *bias, int kind, stored *out,
+                                              int64_t out_row, stored *working, int threads) {
+    if (!R) return;
+    if (eight)
+        multiply(1, x, R, I, x_row, w, O, bias, kind, out, out_row, working, threads);
+    else
+        multiply(0, x, R, I, x_row, w, O, bias, kind, out, out_row, working, threads);
 }
 
 /* A layer's tensors, by their offsets in the layer's weights; -1 is none. Linear maps are packed: those of queries,
@@ -375,7 +542,8 @@ struct model {
     int (*draw)(const stored *, const double *, int64_t, int64_t, float, int64_t *, float *, int);
     const stored *weights, *words, *norm, *head, *cos[ROPES], *sin[ROPES];
     const int64_t *windows, *ropes; /* of each layer: its window, and the index of its rotary tables */
-    int64_t at[PARTS], layer_size, layers, V, D, H, G, K, I, activation;
+    /* With `eight`, linear maps of layers are in eight bits. */
+    int64_t at[PARTS], layer_size, layers, V, D, H, G, K, I, activation, eight;
     /* `offset` is added to the weights of norms; embeddings are multiplied by `scale`. */
     float eps, offset, scale;
 };
@@ -388,8 +556,9 @@ static int64_t rows_size(const struct model *m, int64_t rows) {
 
 /* The same with that of its products. */
 static int64_t pass_size(const struct model *m, int64_t rows) {
-    int64_t queries = m->H * m->K, most = m->D > m->I ? m->D : m->I;
-    return rows_size(m, rows) + whole(product_size(rows, most > queries ? most : queries), 64 / sizeof(stored));
+    int64_t queries = m->H * m->K, most = m->D > m->I ? m->D : m->I, widest = most > queries ? most : queries;
+    int64_t layers = product_size(rows, widest, (int)m->eight), head = product_size(rows, m->D, 0);
+    return rows_size(m, rows) + whole(layers > head ? layers : head, 64 / sizeof(stored));
 }
 
 /* Elements of the working memory of `decode` and `logits` for this many rows, and of `sample` for `drawn` of them. */
@@ -416,6 +585,7 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
     stored *x = working, *normed = x + R * D, *qkv = normed + R * D, *q = qkv + R * row, *k = q + R * queries;
     stored *seen = k + R * G * K, *gated = seen + R * queries, *tables = gated + R * I;
     stored *rest = working + rows_size(m, R);
+    int eight = (int)m->eight;
     for (int64_t r = 0; r < R; r++) {
         memcpy(x + r * D, m->words + tokens[r] * D, D * sizeof(stored));
         if (m->scale != 1)
@@ -433,7 +603,7 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
         for (int p = 0; p < PARTS; p++) of[p] = m->at[p] < 0 ? NULL : m->weights + layer * m->layer_size + m->at[p];
         const stored *cos = tables + 2 * m->ropes[layer] * R * K, *sin = cos + R * K;
         m->rms_norm(x, of[NORM], normed, R, D, D, m->eps, m->offset, threads);
-        product(normed, R, D, D, of[QKV], row, of[QKV_BIAS], PLAIN, qkv, row, rest, threads);
+        product(normed, R, D, D, of[QKV], eight, row, of[QKV_BIAS], PLAIN, qkv, row, rest, threads);
         const stored *own_q = qkv, *own_k = qkv + queries;
         int64_t q_row = row, k_row = row;
         if (of[Q_NORM]) {
@@ -450,11 +620,11 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
         /* The output of a branch that is normed before it is added replaces the branch's input. */
         int branch = of[O_NORM] ? PLAIN : ADDED, gate = GATED + (int)m->activation;
         stored *to = of[O_NORM] ? normed : x;
-        product(seen, R, queries, queries, of[O_PROJ], D, NULL, branch, to, D, rest, threads);
+        product(seen, R, queries, queries, of[O_PROJ], eight, D, NULL, branch, to, D, rest, threads);
         if (of[O_NORM]) add_normed(m, of[O_NORM], normed, x, R, threads);
         m->rms_norm(x, of[MLP_NORM], normed, R, D, D, m->eps, m->offset, threads);
-        product(normed, R, D, D, of[GATE_UP], 2 * I, NULL, gate, gated, I, rest, threads);
-        product(gated, R, I, I, of[DOWN], D, NULL, branch, to, D, rest, threads);
+        product(normed, R, D, D, of[GATE_UP], eight, 2 * I, NULL, gate, gated, I, rest, threads);
+        product(gated, R, I, I, of[DOWN], eight, D, NULL, branch, to, D, rest, threads);
         if (of[DOWN_NORM]) add_normed(m, of[DOWN_NORM], normed, x, R, threads);
     }
     m->rms_norm(x, m->norm, out, R, D, D, m->eps, m->offset, threads);
@@ -463,7 +633,7 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
 
 /* Logits `out` [R, V] of hidden states [R, D], whose rows are contiguous. */
 void logits(const struct model *m, const stored *hidden, int64_t R, stored *working, stored *out, int threads) {
-    product(hidden, R, m->D, m->D, m->head, m->V, NULL, PLAIN, out, m->V, working, threads);
+    product(hidden, R, m->D, m->D, m->head, 0, m->V, NULL, PLAIN, out, m->V, working, threads);
 }
 
 /* A pass over R rows, whose `inputs` [4, R] are tokens, slots, positions and the number of the next token in its

@@ -4,7 +4,8 @@ computation, and longer if a large one's weights have displaced their code from 
 
 Its products use weights in a layout of their own, which are copied for each version; norms, rotary positions and
 attention are those of the other files. It rounds where the model's operations round, so that log-probabilities differ
-from a trainer's only by the order of sums. A row's bits depend only on its own numbers.
+from a trainer's only by the order of sums. A row's bits depend only on its own numbers. Weights of layers in int8 stay
+so: their products are those of `eight_bit.product`, to the bit.
 
 Shapes: R rows, D hidden width, V vocabulary.
 """
@@ -44,7 +45,7 @@ class _Model(ctypes.Structure):
         *((name, _POINTER * _ROPES) for name in ("cos", "sin")),
         *((name, _POINTER) for name in ("windows", "ropes")),
         ("at", _NUMBER * len(_PARTS)),
-        *((name, _NUMBER) for name in ("layer_size", "layers", "V", "D", "H", "G", "K", "I", "activation")),
+        *((name, _NUMBER) for name in ("layer_size", "layers", "V", "D", "H", "G", "K", "I", "activation", "eight")),
         *((name, ctypes.c_float) for name in ("eps", "offset", "scale")),
     )
 
@@ -54,25 +55,28 @@ class DecodePass:
 
     @staticmethod
     def of(model: CausalLM) -> "DecodePass | None":
-        """The passes of a model; None for a model that `decode.c` does not support, without AVX2, or without a C
-        compiler."""
+        """The passes of a model; None for a model that `decode.c` does not support, without AVX2 (for int8: VNNI of
+        512 bits), or without a C compiler."""
         config, dtype = model.config, model.dtype
-        # A rank's part of a model, adapters, experts and weights of eight bits have operations of their own.
+        # A rank's part of a model, adapters and experts have operations of their own.
         plain = type(model) is CausalLM and model.lora is None and not config.family.experts and not model.invariant
-        narrow = any(getattr(module, "row_scales", None) is not None for module in model.modules())
-        if not plain or narrow or model.device.type != "cpu":
+        if not plain or model.device.type != "cpu":
             return None
         attend = attention.compiled(config.num_attention_heads // config.num_key_value_heads, config.head_dim, dtype)
         others = elementwise.functions, sampling.compiled, _functions
-        found = attend is not None and all(of(dtype) is not None for of in others)
-        return DecodePass(model) if found else None
+        if attend is None or any(of(dtype) is None for of in others):
+            return None
+        narrow = {module.weight.dtype for module in model.modules() if getattr(module, "row_scales", None) is not None}
+        has_eight = bool(_INT.in_dll(_functions(dtype), "eight_bits").value)
+        return None if narrow - ({torch.int8} if has_eight else set()) else DecodePass(model)
 
     def __init__(self, model: CausalLM) -> None:
         config, dtype = model.config, model.dtype
         self.model, self.functions = model, _functions(dtype)
+        eight = any(each.dtype == torch.int8 for each in model.parameters())
         heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         hidden, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
-        size = self.functions.packed_size
+        size = functools.partial(self._packed_size, eight=eight)
         qkv = (heads + 2 * groups) * width
         family = config.family
         bias, normed, branch = family.qkv_bias * qkv, family.qk_norm * width, family.branch_norms * hidden
@@ -109,6 +113,7 @@ class DecodePass:
             K=width,
             I=inner,
             activation=[*elementwise.ACTIVATIONS].index(family.activation),
+            eight=eight,
             eps=config.rms_norm_eps,
             offset=family.norm_offset,
             scale=float(model.model.embed_tokens.factor(dtype)),
@@ -119,7 +124,7 @@ class DecodePass:
         model, given = self.model, self.given
         if self.weights is None:
             self.weights = zeros((given.layers, given.layer_size), model.dtype)
-            self.head = zeros((self.functions.packed_size(given.V, given.D),), model.dtype)
+            self.head = zeros((self._packed_size(given.V, given.D),), model.dtype)
             given.weights, given.head = self.weights.data_ptr(), self.head.data_ptr()
         layers: Any = model.model.layers.values()
         for of, layer in zip(self.weights, layers, strict=True):
@@ -142,8 +147,8 @@ class DecodePass:
             self._pack(of[self.at["gate_up"] :], (mlp.gate_proj, mlp.up_proj), gated=True)
             self._pack(of[self.at["down"] :], (mlp.down_proj,))
         words = model.model.embed_tokens.weight.detach().contiguous()
-        head = words if model.lm_head is None else model.lm_head.weight.detach().contiguous()
-        self._pack_one(self.head, head, 0, False)
+        head = words if model.lm_head is None else model.lm_head.weight
+        self._pack_one(self.head, head)
         norm = model.get_parameter("model.norm.weight").detach().contiguous()
         tables = [(cos.contiguous(), sin.contiguous()) for cos, sin in model.tables]
         self.kept = words, norm, tables
@@ -151,15 +156,22 @@ class DecodePass:
         for number, (cos, sin) in enumerate(tables):
             given.cos[number], given.sin[number] = cos.data_ptr(), sin.data_ptr()
 
+    def _packed_size(self, outputs: int, inputs: int, eight: bool = False) -> int:
+        return int(self.functions.packed_size(outputs, inputs, eight))
+
     def _pack(self, to: Tensor, maps: Sequence[Any], gated: bool = False) -> None:
         at = 0
         for each in maps:
-            self._pack_one(to, each.weight.detach().contiguous(), at, gated)
+            self._pack_one(to, each.weight, each.row_scales, at, gated)
             at += 16 if gated else each.out_features
 
-    def _pack_one(self, to: Tensor, weight: Tensor, at: int, gated: bool) -> None:
+    def _pack_one(
+        self, to: Tensor, weight: Tensor, scales: Tensor | None = None, at: int = 0, gated: bool = False
+    ) -> None:
         outputs, inputs = weight.shape
-        self.functions.pack(weight.data_ptr(), to.data_ptr(), outputs, inputs, at, gated, torch.get_num_threads())
+        kept = weight.detach().contiguous(), None if scales is None else scales.detach().contiguous()
+        found = (None if each is None else each.data_ptr() for each in kept)
+        self.functions.pack(*found, to.data_ptr(), outputs, inputs, at, gated, torch.get_num_threads())
 
     def hidden(self, inputs_3R: NDArray[np.int64], cache: Cache) -> Tensor:
         """Hidden states after the final norm, [R, D]. `inputs_3R` has each row's token, slot and position; earlier
@@ -225,8 +237,8 @@ def _functions(dtype: torch.dtype) -> Any:
     found = compiled_or_warned(_SOURCE, dtype)
     if found is None or not _INT.in_dll(found, "fast").value:
         return None
-    found.packed_size.argtypes, found.packed_size.restype = [_NUMBER] * 2, _NUMBER
-    found.pack.argtypes, found.pack.restype = [_POINTER] * 2 + [_NUMBER] * 3 + [_INT] * 2, None
+    found.packed_size.argtypes, found.packed_size.restype = [_NUMBER, _NUMBER, _INT], _NUMBER
+    found.pack.argtypes, found.pack.restype = [_POINTER] * 3 + [_NUMBER] * 3 + [_INT] * 2, None
     found.working_size.argtypes, found.working_size.restype = [_POINTER, _NUMBER, _NUMBER], _NUMBER
     cached = _POINTER, _POINTER, _NUMBER, _NUMBER
     found.decode.argtypes = [*[_POINTER] * 4, _NUMBER, *cached, *[_POINTER] * 2, _INT]

@@ -1,5 +1,6 @@
 """A pass in C computes the same as the model's own forward pass, and each row depends on itself alone."""
 
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from penstock.nodes.generate.decode import DecodePass
 from penstock.nodes.generate.kv_cache import Cache, CacheSize
 from penstock.nodes.generate.sampling import Sampler
 from penstock.nodes.model import CausalLM, Lora, ModelConfig
+from penstock.nodes.model.eight_bit import QuantisedRows
 from tests.nodes.family_cases import config_of
 
 # Numbers of heads, widths and words that are no multiples of a processor's vectors and tiles, and some that are. Inner
@@ -24,8 +26,9 @@ EVEN = ModelConfig(64, 64, 448, 2, 4, 4, 32, 64, initializer_range=0.2, tie_word
 SLOTS, LENGTH = 144, 24
 PROCESSOR = Path("/proc/cpuinfo").read_text()
 # Compiler flags for x86 with tiles, without them, without products of bfloat16, and with AVX2 alone.
-LACKS = ["", "-mno-amx-bf16", "-mno-amx-bf16 -mno-avx512bf16", "-mno-avx512f -Wno-psabi"]
+LACKS = ["", "-mno-amx-bf16 -mno-amx-int8", "-mno-amx-bf16 -mno-avx512bf16", "-mno-avx512f -Wno-psabi"]
 pytestmark = pytest.mark.skipif("avx2" not in PROCESSOR, reason="a CPU without AVX2")
+needs_vnni = pytest.mark.skipif("avx512_vnni" not in PROCESSOR, reason="a CPU without AVX512_VNNI")
 
 
 @pytest.fixture(params=LACKS if "avx512f" in PROCESSOR else LACKS[:1])
@@ -45,6 +48,18 @@ def random(config: ModelConfig, dtype: torch.dtype) -> CausalLM:
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) / 4
             parameter.data += noise.to(dtype)
     return model.requires_grad_(False)
+
+
+def in_eight_bits(model: CausalLM) -> CausalLM:
+    """Return the model with the weights of its layers in int8."""
+    wide = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    model.quantise("int8")
+    for name, parameter in model.own_parameters().items():
+        if parameter.dtype == torch.int8:
+            rows = QuantisedRows.of(wide[name], torch.int8)
+            parameter.data = rows.elements
+            model.own_parameters()[f"{name}.scale"].data = rows.scales[:, 0].clone()
+    return model
 
 
 def packed(model: CausalLM) -> DecodePass:
@@ -94,11 +109,52 @@ def test_a_pass_is_the_models_own(config: ModelConfig, dtype: torch.dtype, count
         assert (found - expected).float().abs().max() < scale * (2e-6 if dtype == torch.float32 else 0.02)
 
 
+@needs_vnni
+@pytest.mark.parametrize("lacks", ["", "-mno-amx-int8", "-mno-amx-bf16 -mno-avx512bf16"])
+@pytest.mark.parametrize("count", [1, 7, 45, 130])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pass_in_eight_bits_is_the_models_own_to_the_bit(
+    dtype: torch.dtype, name: str, count: int, lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", f"{os.environ.get('CC', 'cc')} {lacks}")
+    monkeypatch.setattr(decode, "_functions", functools.cache(decode._functions.__wrapped__))
+    # In float32, widths that are no multiples of a vector have other sums in elementwise operations.
+    model = in_eight_bits(random(config_of(name, EVEN if dtype == torch.float32 else ODD), dtype))
+    caches, given = [filled(model) for _ in range(2)], rows(count)
+    tokens_R, slots_R, positions_R = given
+    caches[0].begin(slots_R, positions_R)
+    expected_RD = model(tokens_R[:, None], positions_R[:, None], caches[0].attend)[:, 0]
+    found_RD = packed(model).hidden(given.numpy(), caches[1])
+    assert torch.equal(found_RD, expected_RD)
+    assert torch.equal(caches[1].keys, caches[0].keys)
+    assert torch.equal(caches[1].values, caches[0].values)
+
+
+@needs_vnni
+def test_a_number_that_is_none_stays_in_its_row_in_eight_bits() -> None:
+    for bad in (torch.nan, torch.inf):
+        model, given = in_eight_bits(random(EVEN, torch.float32)), rows(17)
+        given[1] = torch.arange(17)
+        tokens_R = given[0]
+        tokens_R[tokens_R == 5] = 6
+        tokens_R[3] = 5
+        model.model.embed_tokens.weight[5, 7] = bad
+        finite_R = packed(model).hidden(given.numpy(), filled(model)).isfinite().all(1)
+        assert finite_R.tolist() == [row != 3 for row in range(17)]
+
+
 @pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("config", [ODD, EVEN])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_bits_among_any_number_of_rows(config: ModelConfig, dtype: torch.dtype) -> None:
-    made, given = packed(random(config, dtype)), rows(SLOTS)
+@pytest.mark.parametrize("precision", ["", "int8"])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(
+    config: ModelConfig, dtype: torch.dtype, precision: str
+) -> None:
+    model, given = random(config, dtype), rows(SLOTS)
+    if precision and DecodePass.of(in_eight_bits(model)) is None:
+        pytest.skip("a processor without products of int8")
+    made = packed(model)
     given[1, -1] = torch.arange(SLOTS).sum() - given[1, :-1].sum()  # each row has a slot of its own
     together_RD = made.hidden(given.numpy(), filled(made.model))
     logits_RV = made.logits(together_RD)
@@ -129,8 +185,11 @@ def test_tokens_of_a_pass_are_drawn_as_from_its_logits(dtype: torch.dtype, count
     assert torch.equal(cache.values, expected.values)
 
 
-def test_weights_are_those_of_the_last_packing() -> None:
+@pytest.mark.parametrize("precision", ["", pytest.param("int8", marks=needs_vnni)])
+def test_weights_are_those_of_the_last_packing(precision: str) -> None:
     models = [random(replace(ODD, initializer_range=width), torch.float32) for width in (0.2, 0.3)]
+    if precision:
+        models = [in_eight_bits(model) for model in models]
     made, given = packed(models[0]), rows(16)
     for own, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         own.data = other.data
@@ -141,17 +200,18 @@ def test_weights_are_those_of_the_last_packing() -> None:
     assert torch.equal(made.logits(found_RD), expected.logits(found_RD))
 
 
-@pytest.mark.parametrize("kind", ["adapters", "experts", "eight bits", "invariant", "no compiler", "no AVX2"])
+@pytest.mark.parametrize("kind", ["adapters", "experts", "fp8", "invariant", "no compiler", "no VNNI", "no AVX2"])
 def test_other_models_and_machines_have_no_such_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {"lora": Lora(4, 8.0)} if kind == "adapters" else {}
     model = CausalLM(config_of("qwen3_moe", ODD) if kind == "experts" else ODD, **given)
-    if kind == "eight bits":
-        model.quantise("int8")
+    if kind in ("fp8", "no VNNI"):
+        model.quantise("fp8" if kind == "fp8" else "int8")
     if kind == "invariant":
         model.be_invariant()
     if kind == "no compiler":
         monkeypatch.setattr(decode, "_functions", lambda _: None)
-    if kind == "no AVX2":
-        monkeypatch.setenv("CC", f"{os.environ.get('CC', 'cc')} -mno-avx512f -mno-avx2 -Wno-psabi")
+    if kind in ("no AVX2", "no VNNI"):
+        without = "-mno-avx512vnni" if kind == "no VNNI" else "-mno-avx512f -mno-avx2 -Wno-psabi"
+        monkeypatch.setenv("CC", f"{os.environ.get('CC', 'cc')} {without}")
         monkeypatch.setattr(decode, "_functions", decode._functions.__wrapped__)
     assert DecodePass.of(model) is None
