@@ -2,10 +2,10 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Three tests at a time on two cores: most tests wait for processes half of the time, slow ones more. The order is that
-# of tests/conftest.py. OpenMP's threads sleep while they wait for each other: if they spun, they would take a core that
-# another test needs.
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --numprocesses 3 --no-loadscope-reorder --durations 20 --durations-min 10
+# Four tests at a time on two cores: most tests wait for processes half of the time. The order is that of
+# tests/conftest.py. OpenMP's threads sleep while they wait for each other, and NumPy has no threads: if they spun, they
+# would take a core that another test needs.
+PYTEST := OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 4 --no-loadscope-reorder --durations 20 --durations-min 10
 
 # Thousands of processes import the same modules in these tests. With bytecode files, only one compiles each of them.
 unexport PYTHONDONTWRITEBYTECODE
@@ -34,7 +34,7 @@ test: .venv/developing  ## the test suite, without what is marked slow
 	$(PYTEST) --dist loadfile -m 'not slow'
 
 slow: .venv/developing  ## the tests that are marked slow
-	$(PYTEST) --numprocesses 4 --dist loadgroup -m slow
+	$(PYTEST) --dist loadgroup -m slow
 
 vllm: .venv/developing  ## the tests that need vLLM, which is installed for them and removed again
 	sh scripts/vllm.sh

@@ -14,9 +14,17 @@
 
 #include "activations.h"
 
-/* 1 if products of eight bits have instructions of their own. */
+/* 1 if products of eight bits have an instruction of their own, which adds to each lane the products of a group of
+   unsigned with a group of signed numbers. */
 #if defined(__AVX512F__) && defined(__AVX512VNNI__)
 #define EIGHT_BITS
+#define ADD_GROUPS(to, w, x) (int_register)_mm512_dpbusd_epi32((__m512i)(to), (__m512i)(w), (__m512i)(x))
+#elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__AVXVNNI__)
+#include <immintrin.h>
+#define EIGHT_BITS
+#define ADD_GROUPS(to, w, x) (int_register)_mm256_dpbusd_avx_epi32((__m256i)(to), (__m256i)(w), (__m256i)(x))
+#endif
+#ifdef EIGHT_BITS
 const int eight_bits = 1;
 #else
 const int eight_bits = 0;
@@ -51,6 +59,8 @@ const int eight_bits = 0;
 #define ROWS 6
 #endif
 typedef uint32_t register_bits __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t int_register __attribute__((vector_size(4 * WIDTH)));
+typedef int8_t eight_vector __attribute__((vector_size(LANES)));
 /* The rows in products: as they are or, without an instruction for pairs of bfloat16, as floats. */
 #if defined(BF16) && !defined(__AVX512BF16__)
 typedef float factor;
@@ -170,18 +180,18 @@ static inline __attribute__((always_inline)) void few(int m, const factor *x, in
 static inline __attribute__((always_inline)) void few_eight(int m, const int8_t *x, int64_t x_row, int64_t I,
                                                             const char *w, const char *ask, int64_t step, float *to) {
 #ifdef EIGHT_BITS
-    __m512i sums[ROWS][2] = {0};
+    int_register sums[ROWS][2] = {0};
 #pragma GCC unroll 4
     for (int64_t k = 0; k < I; k += QUAD, w += GROUP * BLOCK, ask += step) {
         __builtin_prefetch(ask, 0, 2);
-        __m512i each[2];
-        memcpy(each, w, sizeof each);
+        int_register each[2];
+        for (int j = 0; j < 2; j++) memcpy(&each[j], w + j * GROUP * WIDTH, sizeof each[j]);
 #pragma GCC unroll 8
         for (int i = 0; i < m; i++) {
             int32_t own;
             memcpy(&own, x + i * x_row + k, sizeof own);
-            __m512i all = _mm512_set1_epi32(own);
-            for (int j = 0; j < 2; j++) sums[i][j] = _mm512_dpbusd_epi32(sums[i][j], each[j], all);
+            int_register all = (int_register){0} + own;
+            for (int j = 0; j < 2; j++) sums[i][j] = ADD_GROUPS(sums[i][j], each[j], all);
         }
     }
 #pragma GCC unroll 8
@@ -244,12 +254,12 @@ static inline __attribute__((always_inline)) void use(const struct sums *sums, i
         for (int j = 0; j < 2; j++) memcpy(&each[j], sums->rows[i] + j * LANES, sizeof each[j]);
 #ifdef EIGHT_BITS
         for (int j = 0; j < 2 && sums->eighths; j++) {
-            bits_vector exact = (bits_vector)each[j] - OFFSET * (uint32_t)sums->eighths[i].sum;
+            int_vector exact = (int_vector)each[j] - OFFSET * sums->eighths[i].sum;
             vector scales;
             memcpy(&scales, sums->scales + j * LANES, sizeof scales);
-            each[j] = __builtin_convertvector((int_vector)exact, vector) * scales * sums->eighths[i].scale;
+            each[j] = __builtin_convertvector(exact, vector) * scales * sums->eighths[i].scale;
             /* Round this before a bias is added: no fused multiplication and addition. */
-            __asm__("" : "+v"(each[j]));
+            __asm__("" : "+m"(each[j]));
         }
 #endif
         if (kind >= GATED) {
@@ -426,33 +436,35 @@ static void tile_rows(const stored *x, int64_t R, int64_t I, int64_t x_row, char
 /* Write x [R, I] in eight bits, as `QuantisedRows.of` does: the largest magnitude of a row becomes 127. */
 static void quantise(const stored *x, int64_t R, int64_t I, int64_t x_row, int tiled, char *to,
                      struct eighth *eighths) {
-#ifdef EIGHT_BITS
+    const vector none = {0}, magic = none + 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
 #pragma omp for
     for (int64_t r = 0; r < R; r++) {
         const stored *own = x + r * x_row;
         /* The bits of magnitudes have the order of the magnitudes, and those of NaN are the largest. */
-        __m512i most = _mm512_setzero_si512(), sums = most;
+        int_vector most = {0}, sums = {0};
         for (int64_t d = 0; d < I; d += LANES) {
-            bits_vector bits = (bits_vector)load_part(own + d, I - d) & 0x7fffffff;
-            most = _mm512_max_epi32(most, (__m512i)bits);
+            int_vector bits = (int_vector)load_part(own + d, I - d) & 0x7fffffff, more = bits > most;
+            most = (bits & more) | (most & ~more);
         }
-        int32_t bits = _mm512_reduce_max_epi32(most);
+        int32_t largest = 0, sum = 0;
+        for (int i = 0; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
         float scale;
-        memcpy(&scale, &bits, sizeof scale);
+        memcpy(&scale, &largest, sizeof scale);
         scale /= 127.0f;
         if (scale < FLT_MIN) scale = FLT_MIN;
         int64_t next;
         char *step = to + place(r, R, row_bytes(I, 1), tiled, &next);
         for (int64_t d = 0; d < padded(I, 1); d += STEP_EIGHT, step += next)
             for (int64_t j = 0; j < STEP_EIGHT; j += LANES) {
-                vector each = d + j < I ? load_part(own + d + j, I - d - j) : (vector){0};
-                __m512i whole = _mm512_cvtps_epi32((__m512)(each / scale));
-                sums = _mm512_add_epi32(sums, whole);
-                _mm_storeu_si128((__m128i *)(step + j), _mm512_cvtepi32_epi8(whole));
+                vector each = d + j < I ? load_part(own + d + j, I - d - j) : none;
+                int_vector whole = __builtin_convertvector((each / scale + magic) - magic, int_vector);
+                eight_vector narrow = __builtin_convertvector(whole, eight_vector);
+                sums += __builtin_convertvector(narrow, int_vector);
+                memcpy(step + j, &narrow, sizeof narrow);
             }
-        eighths[r].scale = scale, eighths[r].sum = _mm512_reduce_add_epi32(sums);
+        for (int i = 0; i < LANES; i++) sum += sums[i];
+        eighths[r].scale = scale, eighths[r].sum = sum;
     }
-#endif
 }
 
 /* x [R, I] times a packed weight of O outputs, into rows of `out`. */

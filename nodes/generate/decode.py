@@ -55,8 +55,8 @@ class DecodePass:
 
     @staticmethod
     def of(model: CausalLM) -> "DecodePass | None":
-        """The passes of a model; None for a model that `decode.c` does not support, without AVX2 (for int8: VNNI of
-        512 bits), or without a C compiler."""
+        """The passes of a model; None for a model that `decode.c` does not support, without AVX2 (for int8: VNNI), or
+        without a C compiler."""
         config, dtype = model.config, model.dtype
         # A rank's part of a model, adapters and experts have operations of their own.
         plain = type(model) is CausalLM and model.lora is None and not config.family.experts and not model.invariant

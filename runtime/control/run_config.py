@@ -187,8 +187,8 @@ class GenerationOptions:
     """Inference engine of generators, unless the program names one: penstock, which can repeat a run bit for bit; or
     vllm, which you install, also for a separate interpreter (docs/engines.md)."""
     generator_precision: Annotated[GeneratorPrecision, Shown("{int8,fp8}", "as the program says")] = ""
-    """Format in which generators compute, unless the program's broadcast names one: int8 on CPUs, faster with
-    AVX512_VNNI but slower without, fp8 on GPUs. Weights are sent in it, too."""
+    """Format in which generators compute, unless the program's broadcast names one: int8 on CPUs, faster with VNNI
+    but slower without, fp8 on GPUs. Weights are sent in it, too."""
     mismatch_limit: Annotated[AboveZero | None, Shown("NATS", "0.001 in float32, 0.02 in float16, 0.1 in bfloat16")] = (
         Context.mismatch_limit
     )

@@ -34,10 +34,11 @@ DRIVER = "penstock.runtime.managers.ray_driver"
 # Where Ray's clients look for their cluster; without it, they look for one that this machine is part of.
 ADDRESS = "RAY_ADDRESS"
 NEEDED = f"needed one that runs: ray start --head, or from outside: {ADDRESS}=ray://HOST:10001"
-# Seconds for a cluster to answer, and number of attempts. For each client of `ray://` Ray forks a process beside gRPC
-# threads. In a few of 100 connections it dies at once (https://github.com/ray-project/ray/issues/63202): Ray waits for
-# it for 30 s, and mostly reports its death after 40 to 75 s.
-CONNECT_S, CONNECTS = 35.0, 3
+# Seconds for a cluster to answer, and how many times it may fail to. For each client of `ray://` Ray forks a process
+# beside gRPC threads. In a few of 100 connections, more under load, it dies at once
+# (https://github.com/ray-project/ray/issues/63202). Ray waits for it for 30 s, and mostly reports its death after 40 to
+# 75 s, but sometimes at once: then there are `TRIES` in all.
+CONNECT_S, CONNECTS, TRIES = 35.0, 3, 6
 # Seconds for the driver to free its resources; agents have `ray_driver.LEAVE_S` of these.
 FREE_S = 12.0
 # Bytes of Ray's output that an error shows.
@@ -105,8 +106,8 @@ class RayAgents:
     def _connect(self, count: int | None) -> Said:
         """Start a driver, and return what it has found. Try again with another driver if the cluster does not answer
         in time, or fails in a way that may pass. Raises AgentsError."""
-        told = f"--on ray: no Ray cluster {self._given()} answered within {CONNECT_S:g} s, {CONNECTS} times; {NEEDED}"
-        for _ in range(CONNECTS):
+        late = 0
+        for _ in range(TRIES):
             self._start_driver()
             said: Said | None = None
             try:
@@ -116,7 +117,11 @@ class RayAgents:
                 if said is None or said["kind"] != "found":
                     self._kill_driver()  # it may hang while it connects, and holds no resources yet
             if said is None:
-                why = f"{told}{self._printed()}"
+                late += 1
+                told = f"--on ray: no Ray cluster {self._given()} answered within {CONNECT_S:g} s, {late} times"
+                why = f"{told}; {NEEDED}{self._printed()}"
+                if late == CONNECTS:
+                    break
             elif said["kind"] == "found":
                 return said
             else:
