@@ -200,23 +200,41 @@ static inline __attribute__((always_inline)) void few_eight(int m, const int8_t 
 }
 
 /* The same for any number of rows with a whole block. */
-static inline __attribute__((always_inline)) void many(int eight, int64_t rows, const char *x, int64_t x_bytes,
-                                                       int64_t I, const char *w, const char *ask, int64_t step,
-                                                       float to[][BLOCK]) {
-#define SOME(n)                                                                                             \
-    if (m == n && eight) few_eight(n, (const int8_t *)own, x_bytes, I, part, ask, step, sums);              \
-    if (m == n && !eight)                                                                                   \
-        few(n, (const factor *)own, x_bytes / (int64_t)sizeof(factor), I, (const stored *)part, ask, step, sums)
+static inline __attribute__((always_inline)) void any_rows(int eight, int64_t rows, const void *x, int64_t x_row,
+                                                           int64_t I, const char *w, const char *ask, int64_t step,
+                                                           float to[][BLOCK]) {
     for (int64_t o = 0; o < BLOCK; o += 2 * WIDTH)
-        for (int64_t i = 0, m; i < rows; i += m, ask += step * (I / (eight ? QUAD : PAIR))) {
-            const char *own = x + i * x_bytes, *part = w + o * GROUP;
+        for (int64_t i = 0, m; i < rows; i += m, ask += step * I / (eight ? QUAD : PAIR)) {
+            const char *part = w + o * GROUP;
             float *sums = &to[i][o];
             m = rows - i >= ROWS ? ROWS : rows - i >= 4 ? 4 : rows - i >= 2 ? 2 : 1;
-            SOME(ROWS);
-            SOME(4);
-            SOME(2);
-            SOME(1);
+            if (eight) {
+                const int8_t *own = (const int8_t *)x + i * x_row;
+                if (m == ROWS) few_eight(ROWS, own, x_row, I, part, ask, step, sums);
+                if (m == 4) few_eight(4, own, x_row, I, part, ask, step, sums);
+                if (m == 2) few_eight(2, own, x_row, I, part, ask, step, sums);
+                if (m == 1) few_eight(1, own, x_row, I, part, ask, step, sums);
+            } else {
+                const factor *own = (const factor *)x + i * x_row;
+                const stored *pairs = (const stored *)part;
+                if (m == ROWS) few(ROWS, own, x_row, I, pairs, ask, step, sums);
+                if (m == 4) few(4, own, x_row, I, pairs, ask, step, sums);
+                if (m == 2) few(2, own, x_row, I, pairs, ask, step, sums);
+                if (m == 1) few(1, own, x_row, I, pairs, ask, step, sums);
+            }
         }
+}
+
+/* GCC compiles the body of a parallel region before it inlines anything into it, so what depends on `eight` is a
+   constant only in functions of their own. */
+static __attribute__((noinline)) void many(int64_t rows, const void *x, int64_t x_row, int64_t I, const char *w,
+                                           const char *ask, int64_t step, float to[][BLOCK]) {
+    any_rows(0, rows, x, x_row, I, w, ask, step, to);
+}
+
+static __attribute__((noinline)) void many_eight(int64_t rows, const void *x, int64_t x_row, int64_t I, const char *w,
+                                                 const char *ask, int64_t step, float to[][BLOCK]) {
+    any_rows(1, rows, x, x_row, I, w, ask, step, to);
 }
 
 /* x rounded to the stored format. */
@@ -254,10 +272,10 @@ static inline __attribute__((always_inline)) void use(const struct sums *sums, i
         for (int j = 0; j < 2; j++) memcpy(&each[j], sums->rows[i] + j * LANES, sizeof each[j]);
 #ifdef EIGHT_BITS
         for (int j = 0; j < 2 && sums->eighths; j++) {
-            int_vector exact = (int_vector)each[j] - OFFSET * sums->eighths[i].sum;
+            bits_vector exact = (bits_vector)each[j] - OFFSET * (uint32_t)sums->eighths[i].sum;
             vector scales;
             memcpy(&scales, sums->scales + j * LANES, sizeof scales);
-            each[j] = __builtin_convertvector(exact, vector) * scales * sums->eighths[i].scale;
+            each[j] = __builtin_convertvector((int_vector)exact, vector) * scales * sums->eighths[i].scale;
             /* Round this before a bias is added: no fused multiplication and addition. */
             __asm__("" : "+m"(each[j]));
         }
@@ -376,9 +394,9 @@ static inline __attribute__((always_inline)) void add_tiles(int eight, int pair,
 
 /* The sums of rows in `count` tiles [steps, count, TILE, TILE_BYTES] with a block. Of a block that does not fit in the
    first-level cache, a chunk is used for all rows before the next one is read. The sums `before` are used meanwhile. */
-static inline __attribute__((always_inline)) void by_tiles(int eight, int64_t count, const char *x, int64_t steps,
-                                                           const char *w, const char *ask, int64_t bytes,
-                                                           float to[][BLOCK], const struct sums *before) {
+static inline __attribute__((always_inline)) void any_tiles(int eight, int64_t count, const char *x, int64_t steps,
+                                                            const char *w, const char *ask, int64_t bytes,
+                                                            float to[][BLOCK], const struct sums *before) {
     int64_t parts = steps * whole(count, 2) / 2, share = whole(before->count, parts) / parts;
     int64_t used = 0, x_step = count * TILE * TILE_BYTES, chunk = count > 2 && steps > MANY ? CHUNK : steps;
     for (int64_t k = 0; k < steps; k += chunk) {
@@ -394,12 +412,25 @@ static inline __attribute__((always_inline)) void by_tiles(int eight, int64_t co
         }
     }
 }
+
+static __attribute__((noinline)) void by_tiles(int64_t count, const char *x, int64_t steps, const char *w,
+                                               const char *ask, int64_t bytes, float to[][BLOCK],
+                                               const struct sums *before) {
+    any_tiles(0, count, x, steps, w, ask, bytes, to, before);
+}
+
+static __attribute__((noinline)) void by_tiles_eight(int64_t count, const char *x, int64_t steps, const char *w,
+                                                     const char *ask, int64_t bytes, float to[][BLOCK],
+                                                     const struct sums *before) {
+    any_tiles(1, count, x, steps, w, ask, bytes, to, before);
+}
 #else
 static int uses_tiles(int eight) { return 0; }
 static void begin_tiles(void) {}
 static void end_tiles(void) {}
-static void by_tiles(int eight, int64_t count, const char *x, int64_t steps, const char *w, const char *ask,
-                     int64_t bytes, float to[][BLOCK], const struct sums *before) {}
+static void by_tiles(int64_t count, const char *x, int64_t steps, const char *w, const char *ask, int64_t bytes,
+                     float to[][BLOCK], const struct sums *before) {}
+#define by_tiles_eight by_tiles
 #endif
 
 /* Stored numbers of working memory for a product with R rows of I inputs. */
@@ -424,13 +455,22 @@ static void tile_rows(const stored *x, int64_t R, int64_t I, int64_t x_row, char
     for (int64_t r = 0; r < R; r++) {
         int64_t next, left = I * (int64_t)sizeof(stored);
         char *step = to + place(r, R, row_bytes(I, 0), 1, &next);
-        for (const char *from = (const char *)(x + r * x_row); left > 0; from += TILE_BYTES, step += next) {
-            int64_t some = left < TILE_BYTES ? left : TILE_BYTES;
-            memcpy(step, from, some);
-            if (some < TILE_BYTES) memset(step + some, 0, TILE_BYTES - some);
-            left -= some;
+        const char *from = (const char *)(x + r * x_row);
+        for (; left >= TILE_BYTES; left -= TILE_BYTES, from += TILE_BYTES, step += next) memcpy(step, from, TILE_BYTES);
+        if (left) {
+            memset(step, 0, TILE_BYTES);
+            memcpy(step, from, left);
         }
     }
+}
+
+static inline eight_vector eight_bits_of(int_vector x) {
+#ifdef __AVX512F__
+    /* One instruction; GCC compiles the line below to one for each lane. */
+    return (eight_vector)_mm512_cvtepi32_epi8((__m512i)x);
+#else
+    return __builtin_convertvector(x, eight_vector);
+#endif
 }
 
 /* Write x [R, I] in eight bits, as `QuantisedRows.of` does: the largest magnitude of a row becomes 127. */
@@ -441,12 +481,14 @@ static void quantise(const stored *x, int64_t R, int64_t I, int64_t x_row, int t
     for (int64_t r = 0; r < R; r++) {
         const stored *own = x + r * x_row;
         /* The bits of magnitudes have the order of the magnitudes, and those of NaN are the largest. */
-        int_vector most = {0}, sums = {0};
+        int_vector most = {0};
+        bits_vector sums = {0};
         for (int64_t d = 0; d < I; d += LANES) {
             int_vector bits = (int_vector)load_part(own + d, I - d) & 0x7fffffff, more = bits > most;
             most = (bits & more) | (most & ~more);
         }
-        int32_t largest = 0, sum = 0;
+        int32_t largest = 0;
+        uint32_t sum = 0;
         for (int i = 0; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
         float scale;
         memcpy(&scale, &largest, sizeof scale);
@@ -458,20 +500,19 @@ static void quantise(const stored *x, int64_t R, int64_t I, int64_t x_row, int t
             for (int64_t j = 0; j < STEP_EIGHT; j += LANES) {
                 vector each = d + j < I ? load_part(own + d + j, I - d - j) : none;
                 int_vector whole = __builtin_convertvector((each / scale + magic) - magic, int_vector);
-                eight_vector narrow = __builtin_convertvector(whole, eight_vector);
-                sums += __builtin_convertvector(narrow, int_vector);
+                eight_vector narrow = eight_bits_of(whole);
+                sums += (bits_vector)whole; /* of what is no number it is any number, as the product is */
                 memcpy(step + j, &narrow, sizeof narrow);
             }
         for (int i = 0; i < LANES; i++) sum += sums[i];
-        eighths[r].scale = scale, eighths[r].sum = sum;
+        eighths[r].scale = scale, eighths[r].sum = (int32_t)sum;
     }
 }
 
-/* x [R, I] times a packed weight of O outputs, into rows of `out`. */
-static inline __attribute__((always_inline)) void multiply(int eight, const stored *x, int64_t R, int64_t I,
-                                                           int64_t x_row, const stored *w, int64_t O,
-                                                           const stored *bias, int kind, stored *out, int64_t out_row,
-                                                           stored *working, int threads) {
+/* x [R, I] times a packed weight of O outputs, of stored numbers or of eight bits, into rows of `out`. */
+static void product(const stored *x, int64_t R, int64_t I, int64_t x_row, const stored *w, int eight, int64_t O,
+                    const stored *bias, int kind, stored *out, int64_t out_row, stored *working, int threads) {
+    if (!R) return;
     int tiled = uses_tiles(eight), copied = eight || tiled || WIDENED;
     int64_t inputs = padded(I, eight), row = row_bytes(I, eight), bytes_each = block_bytes(I, eight);
     int64_t blocks = whole(O, BLOCK) / BLOCK, most = tiled ? TILED : TALL;
@@ -512,11 +553,18 @@ static inline __attribute__((always_inline)) void multiply(int eight, const stor
                 if (eight) now.eighths = eighths + r, now.scales = (const float *)block;
                 if (tiled) {
                     int64_t count = whole(now.count, TILE) / TILE;
-                    by_tiles(eight, count, rows + r * row, row / TILE_BYTES, elements, ask, bytes, now.rows, &before);
+                    const char *own = rows + r * row;
+                    if (eight)
+                        by_tiles_eight(count, own, row / TILE_BYTES, elements, ask, bytes, now.rows, &before);
+                    else
+                        by_tiles(count, own, row / TILE_BYTES, elements, ask, bytes, now.rows, &before);
                     before = now;
                 } else {
-                    many(eight, now.count, rows + r * factors_row, factors_row, eight ? inputs : I, elements, ask, bytes,
-                         now.rows);
+                    const char *own = rows + r * factors_row;
+                    if (eight)
+                        many_eight(now.count, own, row, inputs, elements, ask, bytes, now.rows);
+                    else
+                        many(now.count, own, copied ? inputs : x_row, I, elements, ask, bytes, now.rows);
                     finish(&now, 0, now.count);
                 }
             }
@@ -524,17 +572,6 @@ static inline __attribute__((always_inline)) void multiply(int eight, const stor
         if (tiled) end_tiles();
         finish(&before, 0, before.count);
     }
-}
-
-/* The same for a weight of stored numbers, or of eight bits. */
-static __attribute__((noinline)) void product(const stored *x, int64_t R, int64_t I, int64_t x_row, const stored *w,
-                                              int eight, int64_t O, const stored *bias, int kind, stored *out,
-                                              int64_t out_row, stored *working, int threads) {
-    if (!R) return;
-    if (eight)
-        multiply(1, x, R, I, x_row, w, O, bias, kind, out, out_row, working, threads);
-    else
-        multiply(0, x, R, I, x_row, w, O, bias, kind, out, out_row, working, threads);
 }
 
 /* A layer's tensors, by their offsets in the layer's weights; -1 is none. Linear maps are packed: those of queries,
@@ -628,7 +665,7 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
         m->rotate(own_q, cos, sin, q, R, H, K, R, q_row, 0, threads);
         m->rotate(own_k, cos, sin, k, R, G, K, R, k_row, 0, threads);
         failed |= m->attend(q, k, qkv + queries + G * K, keys + layer * cache, values + layer * cache, slots, positions,
-                            seen, R, G, pages, queries, G * K, row, m->windows[layer], 1 / sqrtf(K), threads);
+                            seen, R, G, pages, queries, G * K, row, m->windows[layer], (float)(1 / sqrt((double)K)), threads);
         /* The output of a branch that is normed before it is added replaces the branch's input. */
         int branch = of[O_NORM] ? PLAIN : ADDED, gate = GATED + (int)m->activation;
         stored *to = of[O_NORM] ? normed : x;

@@ -26,6 +26,7 @@ from penstock.nodes.generate import attention, sampling
 from penstock.nodes.generate.kv_cache import Cache, zeros
 from penstock.nodes.model import CausalLM, elementwise
 from penstock.nodes.model.compiled import compiled_or_warned
+from penstock.nodes.model.kernels import Linear
 
 _SOURCE = Path(__file__).with_name("decode.c")
 _POINTER, _NUMBER, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -66,14 +67,14 @@ class DecodePass:
         others = elementwise.functions, sampling.compiled, _functions
         if attend is None or any(of(dtype) is None for of in others):
             return None
-        narrow = {module.weight.dtype for module in model.modules() if getattr(module, "row_scales", None) is not None}
-        has_eight = bool(_INT.in_dll(_functions(dtype), "eight_bits").value)
-        return None if narrow - ({torch.int8} if has_eight else set()) else DecodePass(model)
+        formats = {module.weight.dtype for module in model.model.layers.modules() if isinstance(module, Linear)}
+        eight = {torch.int8} if _INT.in_dll(_functions(dtype), "eight_bits").value else set()
+        return DecodePass(model) if formats in ({dtype}, eight) else None
 
     def __init__(self, model: CausalLM) -> None:
         config, dtype = model.config, model.dtype
         self.model, self.functions = model, _functions(dtype)
-        eight = any(each.dtype == torch.int8 for each in model.parameters())
+        eight = any(each.dtype == torch.int8 for each in model.model.layers.parameters())
         heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         hidden, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
         size = functools.partial(self._packed_size, eight=eight)
@@ -155,6 +156,12 @@ class DecodePass:
         given.words, given.norm = words.data_ptr(), norm.data_ptr()
         for number, (cos, sin) in enumerate(tables):
             given.cos[number], given.sin[number] = cos.data_ptr(), sin.data_ptr()
+
+    def copied_bytes(self) -> int:
+        """The bytes of the copies that `pack` makes."""
+        given = self.given
+        elements = given.layers * given.layer_size + self._packed_size(given.V, given.D)
+        return int(elements * self.model.dtype.itemsize)
 
     def _packed_size(self, outputs: int, inputs: int, eight: bool = False) -> int:
         return int(self.functions.packed_size(outputs, inputs, eight))

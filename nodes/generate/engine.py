@@ -85,7 +85,7 @@ class Engine(GroupStream):
         num_slots = -(-context.slots // ROW_TILE) * ROW_TILE
         shape = model.attention_config, num_slots, self.length, context.max_tokens
         self.size = CacheSize(*shape, model.dtype, context.device, self.records)
-        self.size.require_memory(coming)
+        self.size.require_memory(coming + (0 if self.decode is None else self.decode.copied_bytes()))
         self.memory: DecodeMemory | None = None
         self.weights = *model.parameters(), *model.buffers()
         self.on_gpu = torch.device(context.device).type == "cuda"

@@ -734,12 +734,18 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_taken(
 
 
 @pytest.mark.parametrize("lacks", [0, 1])
-def test_an_engine_has_room_for_its_cache_and_two_versions_of_the_weights(
+def test_an_engine_has_room_for_its_cache_two_versions_of_the_weights_and_its_copies(
     context: Context, monkeypatch: pytest.MonkeyPatch, lacks: int
 ) -> None:
     engine = make_engine(context, samples=1)
     cache = DecodeMemory(engine.size).cache
     needed = cache.keys.nbytes + cache.values.nbytes + 2 * sum(tensor.nbytes for tensor in weights().tensors.values())
+    if engine.decode is not None:
+        copied = engine.decode.copied_bytes()
+        engine.decode.pack()
+        assert engine.decode.weights is not None
+        assert copied == engine.decode.weights.nbytes + engine.decode.head.nbytes
+        needed += copied
     monkeypatch.setattr(kv_cache, "free_memory", lambda: needed - lacks)
     with pytest.raises(ValueError, match="fewer --slots") if lacks else nullcontext():
         make_engine(context, samples=1)
