@@ -73,17 +73,17 @@ def connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Con
 def test_a_connection_whose_process_on_the_cluster_has_died_is_made_anew_as_soon_as_ray_says_so(
     connections: Connections,
 ) -> None:
-    connections(DIED, DIED)
+    connections(*[DIED] * 5)
     agents = RayAgents(None)
     agents.stop()
-    assert (agents.slots, connections()) == (1, 3)
+    assert (agents.slots, connections()) == (1, 6)
 
 
 def test_a_connection_that_fails_each_time_is_told_with_what_ray_says(connections: Connections) -> None:
-    connections(DIED, DIED, DIED)
+    connections(*[DIED] * 7)
     with pytest.raises(AgentsError, match="Starting Ray client server failed"):
         RayAgents(None)
-    assert connections() == 3
+    assert connections() == 6
 
 
 def test_what_another_connection_cannot_mend_is_told_at_once(connections: Connections) -> None:
