@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Four tests at a time on two cores: most tests wait for processes half of the time. The order is that of
-# tests/conftest.py. OpenMP's threads sleep while they wait for each other, and NumPy has no threads: if they spun, they
+# tests/conftest.py. OpenMP's threads sleep while they wait for each other, and NumPy has one: if they spun, they
 # would take a core that another test needs.
 PYTEST := OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 4 --no-loadscope-reorder --durations 20 --durations-min 10
 

@@ -23,8 +23,8 @@ struct model {
     int (*draw)(const stored *, const double *, int64_t, int64_t, float, int64_t *, float *, int);
     const stored *weights, *words, *norm, *head, *cos[ROPES], *sin[ROPES];
     const int64_t *windows, *ropes; /* of each layer: its window, and the index of its rotary tables */
-    /* With `eight`, linear maps of layers are in eight bits. */
-    int64_t at[PARTS], layer_size, layers, V, D, H, G, K, I, activation, eight;
+    /* With `is_int8`, linear maps of layers are in eight bits. */
+    int64_t at[PARTS], layer_size, layers, V, D, H, G, K, I, activation, is_int8;
     /* `offset` is added to the weights of norms; embeddings are multiplied by `scale`. */
     float eps, offset, scale;
 };
@@ -38,7 +38,7 @@ static int64_t rows_size(const struct model *m, int64_t rows) {
 /* The same with that of its products. */
 static int64_t pass_size(const struct model *m, int64_t rows) {
     int64_t queries = m->H * m->K, most = m->D > m->I ? m->D : m->I, widest = most > queries ? most : queries;
-    int64_t layers = product_size(rows, widest, (int)m->eight), head = product_size(rows, m->D, 0);
+    int64_t layers = product_size(rows, widest, (int)m->is_int8), head = product_size(rows, m->D, 0);
     return rows_size(m, rows) + whole(layers > head ? layers : head, 64 / sizeof(stored));
 }
 
@@ -66,7 +66,8 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
     stored *x = working, *normed = x + R * D, *qkv = normed + R * D, *q = qkv + R * row, *k = q + R * queries;
     stored *seen = k + R * G * K, *gated = seen + R * queries, *tables = gated + R * I;
     stored *rest = working + rows_size(m, R);
-    int eight = (int)m->eight;
+    int is_int8 = (int)m->is_int8;
+    float attention_scale = (float)(1 / sqrt((double)K)); /* rounded once, as in the model's modules */
     for (int64_t r = 0; r < R; r++) {
         memcpy(x + r * D, m->words + tokens[r] * D, D * sizeof(stored));
         if (m->scale != 1)
@@ -84,7 +85,7 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
         for (int p = 0; p < PARTS; p++) of[p] = m->at[p] < 0 ? NULL : m->weights + layer * m->layer_size + m->at[p];
         const stored *cos = tables + 2 * m->ropes[layer] * R * K, *sin = cos + R * K;
         m->rms_norm(x, of[NORM], normed, R, D, D, m->eps, m->offset, threads);
-        product(normed, R, D, D, of[QKV], eight, row, of[QKV_BIAS], PLAIN, qkv, row, rest, threads);
+        product(normed, R, D, D, of[QKV], is_int8, row, of[QKV_BIAS], PLAIN, qkv, row, rest, threads);
         const stored *own_q = qkv, *own_k = qkv + queries;
         int64_t q_row = row, k_row = row;
         if (of[Q_NORM]) {
@@ -97,15 +98,15 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
         m->rotate(own_q, cos, sin, q, R, H, K, R, q_row, 0, threads);
         m->rotate(own_k, cos, sin, k, R, G, K, R, k_row, 0, threads);
         failed |= m->attend(q, k, qkv + queries + G * K, keys + layer * cache, values + layer * cache, slots, positions,
-                            seen, R, G, pages, queries, G * K, row, m->windows[layer], (float)(1 / sqrt((double)K)), threads);
+                            seen, R, G, pages, queries, G * K, row, m->windows[layer], attention_scale, threads);
         /* The output of a branch that is normed before it is added replaces the branch's input. */
         int branch = of[O_NORM] ? PLAIN : ADDED, gate = GATED + (int)m->activation;
         stored *to = of[O_NORM] ? normed : x;
-        product(seen, R, queries, queries, of[O_PROJ], eight, D, NULL, branch, to, D, rest, threads);
+        product(seen, R, queries, queries, of[O_PROJ], is_int8, D, NULL, branch, to, D, rest, threads);
         if (of[O_NORM]) add_normed(m, of[O_NORM], normed, x, R, threads);
         m->rms_norm(x, of[MLP_NORM], normed, R, D, D, m->eps, m->offset, threads);
-        product(normed, R, D, D, of[GATE_UP], eight, 2 * I, NULL, gate, gated, I, rest, threads);
-        product(gated, R, I, I, of[DOWN], eight, D, NULL, branch, to, D, rest, threads);
+        product(normed, R, D, D, of[GATE_UP], is_int8, 2 * I, NULL, gate, gated, I, rest, threads);
+        product(gated, R, I, I, of[DOWN], is_int8, D, NULL, branch, to, D, rest, threads);
         if (of[DOWN_NORM]) add_normed(m, of[DOWN_NORM], normed, x, R, threads);
     }
     m->rms_norm(x, m->norm, out, R, D, D, m->eps, m->offset, threads);

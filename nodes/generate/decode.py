@@ -46,7 +46,7 @@ class _Model(ctypes.Structure):
         *((name, _POINTER * _ROPES) for name in ("cos", "sin")),
         *((name, _POINTER) for name in ("windows", "ropes")),
         ("at", _NUMBER * len(_PARTS)),
-        *((name, _NUMBER) for name in ("layer_size", "layers", "V", "D", "H", "G", "K", "I", "activation", "eight")),
+        *((name, _NUMBER) for name in ("layer_size", "layers", "V", "D", "H", "G", "K", "I", "activation", "is_int8")),
         *((name, ctypes.c_float) for name in ("eps", "offset", "scale")),
     )
 
@@ -68,16 +68,16 @@ class DecodePass:
         if attend is None or any(of(dtype) is None for of in others):
             return None
         formats = {module.weight.dtype for module in model.model.layers.modules() if isinstance(module, Linear)}
-        eight = {torch.int8} if _INT.in_dll(_functions(dtype), "eight_bits").value else set()
-        return DecodePass(model) if formats in ({dtype}, eight) else None
+        int8 = {torch.int8} if _INT.in_dll(_functions(dtype), "int8_products").value else set()
+        return DecodePass(model) if formats in ({dtype}, int8) else None
 
     def __init__(self, model: CausalLM) -> None:
         config, dtype = model.config, model.dtype
         self.model, self.functions = model, _functions(dtype)
-        eight = any(each.dtype == torch.int8 for each in model.model.layers.parameters())
+        is_int8 = any(each.dtype == torch.int8 for each in model.model.layers.parameters())
         heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         hidden, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
-        size = functools.partial(self._packed_size, eight=eight)
+        size = functools.partial(self._packed_size, is_int8=is_int8)
         qkv = (heads + 2 * groups) * width
         family = config.family
         bias, normed, branch = family.qkv_bias * qkv, family.qk_norm * width, family.branch_norms * hidden
@@ -114,7 +114,7 @@ class DecodePass:
             K=width,
             I=inner,
             activation=[*elementwise.ACTIVATIONS].index(family.activation),
-            eight=eight,
+            is_int8=is_int8,
             eps=config.rms_norm_eps,
             offset=family.norm_offset,
             scale=float(model.model.embed_tokens.factor(dtype)),
@@ -163,8 +163,8 @@ class DecodePass:
         elements = given.layers * given.layer_size + self._packed_size(given.V, given.D)
         return int(elements * self.model.dtype.itemsize)
 
-    def _packed_size(self, outputs: int, inputs: int, eight: bool = False) -> int:
-        return int(self.functions.packed_size(outputs, inputs, eight))
+    def _packed_size(self, outputs: int, inputs: int, is_int8: bool = False) -> int:
+        return int(self.functions.packed_size(outputs, inputs, is_int8))
 
     def _pack(self, to: Tensor, maps: Sequence[Any], gated: bool = False) -> None:
         at = 0

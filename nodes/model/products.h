@@ -1,8 +1,8 @@
 /* Products of rows with packed weights, for a CPU.
 
    An output is summed in the order of the inputs, by one lane of a tile or a vector: the bits of a row depend only on
-   its own numbers, for any number of rows. With BF16 tensors are bfloat16, and sums are float32. A weight may also be in
-   eight bits: then integers are multiplied, and the product is that of `eight_bit.py` to the bit.
+   its own numbers, for any number of rows. With BF16 tensors are bfloat16, and sums are float32. A weight may also be
+   in eight bits: then integers are multiplied, and the product is that of `eight_bit.py` to the bit.
 
    A GROUP is four bytes of an output's weights: one float, two of bfloat16, or four of eight bits. */
 
@@ -14,17 +14,17 @@
 /* 1 if products of eight bits have an instruction of their own, which adds to each lane the products of a group of
    unsigned with a group of signed numbers. */
 #if defined(__AVX512F__) && defined(__AVX512VNNI__)
-#define EIGHT_BITS
+#define INT8
 #define ADD_GROUPS(to, w, x) (int_register)_mm512_dpbusd_epi32((__m512i)(to), (__m512i)(w), (__m512i)(x))
 #elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__AVXVNNI__)
 #include <immintrin.h>
-#define EIGHT_BITS
+#define INT8
 #define ADD_GROUPS(to, w, x) (int_register)_mm256_dpbusd_avx_epi32((__m256i)(to), (__m256i)(w), (__m256i)(x))
 #endif
-#ifdef EIGHT_BITS
-const int eight_bits = 1;
+#ifdef INT8
+const int int8_products = 1;
 #else
-const int eight_bits = 0;
+const int int8_products = 0;
 #endif
 
 /* 1 if products of stored numbers, and of eight bits, use tiles. */
@@ -33,12 +33,12 @@ const int eight_bits = 0;
 #else
 #define TILES_STORED 0
 #endif
-#if defined(EIGHT_BITS) && defined(__AMX_INT8__)
-#define TILES_EIGHT 1
+#if defined(INT8) && defined(__AMX_INT8__)
+#define TILES_INT8 1
 #else
-#define TILES_EIGHT 0
+#define TILES_INT8 0
 #endif
-#if TILES_STORED || TILES_EIGHT
+#if TILES_STORED || TILES_INT8
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -57,7 +57,7 @@ const int eight_bits = 0;
 #endif
 typedef uint32_t register_bits __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t int_register __attribute__((vector_size(4 * WIDTH)));
-typedef int8_t eight_vector __attribute__((vector_size(LANES)));
+typedef int8_t int8_vector __attribute__((vector_size(LANES)));
 /* The rows in products: as they are or, without an instruction for pairs of bfloat16, as floats. */
 #if defined(BF16) && !defined(__AVX512BF16__)
 typedef float factor;
@@ -75,21 +75,23 @@ typedef stored factor;
 #define STEP 1
 #define PAIR 1
 #endif
-#define STEP_EIGHT 64
+#define STEP_INT8 64
 #define QUAD 4
 #define GROUP 4
 
 /* Bytes of a row at a step of the inputs that tiles multiply. */
 #define TILE_BYTES 64
 
-static int64_t padded(int64_t I, int eight) { return whole(I, eight ? STEP_EIGHT : STEP); }
+static int64_t padded(int64_t I, int is_int8) { return whole(I, is_int8 ? STEP_INT8 : STEP); }
 
 /* Bytes of a row's inputs, and of a block of a packed weight. In eight bits a block begins with its outputs' scales,
    and its elements are stored as unsigned, 128 more than they are: the instructions multiply signed by unsigned. */
-static int64_t row_bytes(int64_t I, int eight) { return padded(I, eight) * (eight ? 1 : (int64_t)sizeof(stored)); }
+static int64_t row_bytes(int64_t I, int is_int8) {
+    return padded(I, is_int8) * (is_int8 ? 1 : (int64_t)sizeof(stored));
+}
 #define SCALES (BLOCK * (int64_t)sizeof(float))
 #define OFFSET 128
-static int64_t block_bytes(int64_t I, int eight) { return BLOCK * row_bytes(I, eight) + (eight ? SCALES : 0); }
+static int64_t block_bytes(int64_t I, int is_int8) { return BLOCK * row_bytes(I, is_int8) + (is_int8 ? SCALES : 0); }
 
 /* The use of a product's sums: PLAIN stores them, ADDED adds them to the present outputs, and GATED plus the number of
    an activation, for blocks of LANES gates and LANES others, stores activation(gate) * other. */
@@ -103,16 +105,16 @@ const int fast = 0;
 #endif
 
 /* The size of a packed weight [O, I], in stored numbers. */
-int64_t packed_size(int64_t O, int64_t I, int eight) {
-    return whole(O, BLOCK) / BLOCK * block_bytes(I, eight) / (int64_t)sizeof(stored);
+int64_t packed_size(int64_t O, int64_t I, int is_int8) {
+    return whole(O, BLOCK) / BLOCK * block_bytes(I, is_int8) / (int64_t)sizeof(stored);
 }
 
 /* Write a weight [O, I] into a packed one: of stored numbers or, if it has `scales` [O], of eight bits. Its output o
    becomes output `at` + o. With `gated`, blocks have LANES outputs of each of two weights, and o is number o of the
    first (`at` 0) or of the second one (`at` LANES). */
 void pack(const void *w, const float *scales, char *to, int64_t O, int64_t I, int64_t at, int gated, int threads) {
-    int eight = scales != NULL;
-    int64_t inputs = padded(I, eight), bytes = block_bytes(I, eight), each = eight ? QUAD : PAIR;
+    int is_int8 = scales != NULL;
+    int64_t inputs = padded(I, is_int8), bytes = block_bytes(I, is_int8), each = is_int8 ? QUAD : PAIR;
 #pragma omp parallel for num_threads(threads)
     for (int64_t first = 0; first < O; first += LANES)
         for (int64_t k = 0; k < inputs; k += each)
@@ -120,9 +122,9 @@ void pack(const void *w, const float *scales, char *to, int64_t O, int64_t I, in
                 int64_t place = gated ? o / LANES * BLOCK + o % LANES + at : at + o;
                 char *block = to + place / BLOCK * bytes, *group = block + k / each * BLOCK * GROUP;
                 group += place % BLOCK * GROUP;
-                if (eight) {
+                if (is_int8) {
                     const uint8_t *from = (const uint8_t *)w + o * I + k;
-                    ((float *)block)[place % BLOCK] = scales[o];
+                    if (!k) ((float *)block)[place % BLOCK] = scales[o];
                     for (int64_t i = 0; i < QUAD; i++) group[SCALES + i] = (char)(k + i < I ? from[i] ^ OFFSET : 0);
                 } else {
                     const stored *from = (const stored *)w + o * I + k;
@@ -174,9 +176,9 @@ static inline __attribute__((always_inline)) void few(int m, const factor *x, in
 }
 
 /* The same in eight bits, whose sums are integers, with the elements of a block. */
-static inline __attribute__((always_inline)) void few_eight(int m, const int8_t *x, int64_t x_row, int64_t I,
-                                                            const char *w, const char *ask, int64_t step, float *to) {
-#ifdef EIGHT_BITS
+static inline __attribute__((always_inline)) void few_int8(int m, const int8_t *x, int64_t x_row, int64_t I,
+                                                           const char *w, const char *ask, int64_t step, float *to) {
+#ifdef INT8
     int_register sums[ROWS][2] = {0};
 #pragma GCC unroll 4
     for (int64_t k = 0; k < I; k += QUAD, w += GROUP * BLOCK, ask += step) {
@@ -197,20 +199,20 @@ static inline __attribute__((always_inline)) void few_eight(int m, const int8_t 
 }
 
 /* The same for any number of rows with a whole block. */
-static inline __attribute__((always_inline)) void any_rows(int eight, int64_t rows, const void *x, int64_t x_row,
+static inline __attribute__((always_inline)) void any_rows(int is_int8, int64_t rows, const void *x, int64_t x_row,
                                                            int64_t I, const char *w, const char *ask, int64_t step,
                                                            float to[][BLOCK]) {
     for (int64_t o = 0; o < BLOCK; o += 2 * WIDTH)
-        for (int64_t i = 0, m; i < rows; i += m, ask += step * I / (eight ? QUAD : PAIR)) {
+        for (int64_t i = 0, m; i < rows; i += m, ask += step * I / (is_int8 ? QUAD : PAIR)) {
             const char *part = w + o * GROUP;
             float *sums = &to[i][o];
             m = rows - i >= ROWS ? ROWS : rows - i >= 4 ? 4 : rows - i >= 2 ? 2 : 1;
-            if (eight) {
+            if (is_int8) {
                 const int8_t *own = (const int8_t *)x + i * x_row;
-                if (m == ROWS) few_eight(ROWS, own, x_row, I, part, ask, step, sums);
-                if (m == 4) few_eight(4, own, x_row, I, part, ask, step, sums);
-                if (m == 2) few_eight(2, own, x_row, I, part, ask, step, sums);
-                if (m == 1) few_eight(1, own, x_row, I, part, ask, step, sums);
+                if (m == ROWS) few_int8(ROWS, own, x_row, I, part, ask, step, sums);
+                if (m == 4) few_int8(4, own, x_row, I, part, ask, step, sums);
+                if (m == 2) few_int8(2, own, x_row, I, part, ask, step, sums);
+                if (m == 1) few_int8(1, own, x_row, I, part, ask, step, sums);
             } else {
                 const factor *own = (const factor *)x + i * x_row;
                 const stored *pairs = (const stored *)part;
@@ -222,15 +224,15 @@ static inline __attribute__((always_inline)) void any_rows(int eight, int64_t ro
         }
 }
 
-/* GCC compiles the body of a parallel region before it inlines anything into it, so what depends on `eight` is a
+/* GCC compiles the body of a parallel region before it inlines anything into it, so what depends on `is_int8` is a
    constant only in functions of their own. */
 static __attribute__((noinline)) void many(int64_t rows, const void *x, int64_t x_row, int64_t I, const char *w,
                                            const char *ask, int64_t step, float to[][BLOCK]) {
     any_rows(0, rows, x, x_row, I, w, ask, step, to);
 }
 
-static __attribute__((noinline)) void many_eight(int64_t rows, const void *x, int64_t x_row, int64_t I, const char *w,
-                                                 const char *ask, int64_t step, float to[][BLOCK]) {
+static __attribute__((noinline)) void many_int8(int64_t rows, const void *x, int64_t x_row, int64_t I, const char *w,
+                                                const char *ask, int64_t step, float to[][BLOCK]) {
     any_rows(1, rows, x, x_row, I, w, ask, step, to);
 }
 
@@ -242,12 +244,12 @@ static inline vector narrowed(vector x) {
 }
 
 /* What a row of eight bits is multiplied by, and the sum of its elements. */
-struct eighth {
+struct quantised_row {
     float scale;
     int32_t sum;
 };
 
-/* Sums of `count` rows with a block whose outputs begin at `at`, of O, and their use by `kind`. With `eighths` of the
+/* Sums of `count` rows with a block whose outputs begin at `at`, of O, and their use by `kind`. With `quantised` of the
    rows they are integers, and `scales` those of the block. */
 struct sums {
     float (*rows)[BLOCK];
@@ -255,7 +257,7 @@ struct sums {
     const stored *bias;
     stored *out;
     int kind;
-    const struct eighth *eighths;
+    const struct quantised_row *quantised;
     const float *scales;
 };
 
@@ -267,12 +269,12 @@ static inline __attribute__((always_inline)) void use(const struct sums *sums, i
         stored *out = sums->out + i * sums->out_row + at;
         vector each[2];
         for (int j = 0; j < 2; j++) memcpy(&each[j], sums->rows[i] + j * LANES, sizeof each[j]);
-#ifdef EIGHT_BITS
-        for (int j = 0; j < 2 && sums->eighths; j++) {
-            bits_vector exact = (bits_vector)each[j] - OFFSET * (uint32_t)sums->eighths[i].sum;
+#ifdef INT8
+        for (int j = 0; j < 2 && sums->quantised; j++) {
+            bits_vector exact = (bits_vector)each[j] - OFFSET * (uint32_t)sums->quantised[i].sum;
             vector scales;
             memcpy(&scales, sums->scales + j * LANES, sizeof scales);
-            each[j] = __builtin_convertvector((int_vector)exact, vector) * scales * sums->eighths[i].scale;
+            each[j] = __builtin_convertvector((int_vector)exact, vector) * scales * sums->quantised[i].scale;
             /* Round this before a bias is added: no fused multiplication and addition. */
             __asm__("" : "+m"(each[j]));
         }
@@ -306,9 +308,9 @@ static __attribute__((noinline)) void finish(const struct sums *sums, int64_t be
         use(sums, begin, end, sums->kind, BLOCK);
 }
 
-#if TILES_STORED || TILES_EIGHT
+#if TILES_STORED || TILES_INT8
 static int allowed;
-static int uses_tiles(int eight) { return allowed && (eight ? TILES_EIGHT : TILES_STORED); }
+static int uses_tiles(int is_int8) { return allowed && (is_int8 ? TILES_INT8 : TILES_STORED); }
 
 /* Request permission from the kernel to use the processor's tiles, once. */
 static __attribute__((constructor)) void ask_for_tiles(void) { allowed = !syscall(SYS_arch_prctl, 0x1023, 18); }
@@ -331,14 +333,14 @@ static void end_tiles(void) { _tile_release(); }
 #else
 #define ADD_STORED(to, x, w) (void)0
 #endif
-#if TILES_EIGHT
-#define ADD_EIGHT(to, x, w) _tile_dpbsud(to, x, w)
+#if TILES_INT8
+#define ADD_INT8(to, x, w) _tile_dpbsud(to, x, w)
 #else
-#define ADD_EIGHT(to, x, w) (void)0
+#define ADD_INT8(to, x, w) (void)0
 #endif
 #define ADD_PRODUCTS(to, x, w)   \
-    if (eight)                   \
-        ADD_EIGHT(to, x, w);     \
+    if (is_int8)                   \
+        ADD_INT8(to, x, w);     \
     else                         \
         ADD_STORED(to, x, w)
 
@@ -350,7 +352,7 @@ static void end_tiles(void) { _tile_release(); }
 /* Add the products of one tile of rows, or two with `pair`, and some steps of the inputs to the sums; without `begun`
    these are 0. With each step prefetch `bytes` of the weight, and use `share` rows of the sums `before`, from `*used`
    on: that takes time in which tiles wait for the weight. */
-static inline __attribute__((always_inline)) void add_tiles(int eight, int pair, int begun, int64_t steps,
+static inline __attribute__((always_inline)) void add_tiles(int is_int8, int pair, int begun, int64_t steps,
                                                             const char *x, int64_t x_step, const char *w,
                                                             const char *ask, int64_t bytes, float to[][BLOCK],
                                                             const struct sums *before, int64_t share, int64_t *used) {
@@ -391,7 +393,7 @@ static inline __attribute__((always_inline)) void add_tiles(int eight, int pair,
 
 /* The sums of rows in `count` tiles [steps, count, TILE, TILE_BYTES] with a block. Of a block that does not fit in the
    first-level cache, a chunk is used for all rows before the next one is read. The sums `before` are used meanwhile. */
-static inline __attribute__((always_inline)) void any_tiles(int eight, int64_t count, const char *x, int64_t steps,
+static inline __attribute__((always_inline)) void any_tiles(int is_int8, int64_t count, const char *x, int64_t steps,
                                                             const char *w, const char *ask, int64_t bytes,
                                                             float to[][BLOCK], const struct sums *before) {
     int64_t parts = steps * whole(count, 2) / 2, share = whole(before->count, parts) / parts;
@@ -403,9 +405,9 @@ static inline __attribute__((always_inline)) void any_tiles(int eight, int64_t c
             const char *own = x + k * x_step + t * TILE * TILE_BYTES;
             float(*sums)[BLOCK] = to + t * TILE;
             if (t + 1 < count)
-                add_tiles(eight, 1, k > 0, some, own, x_step, own_w, own_ask, bytes, sums, before, share, &used);
+                add_tiles(is_int8, 1, k > 0, some, own, x_step, own_w, own_ask, bytes, sums, before, share, &used);
             else
-                add_tiles(eight, 0, k > 0, some, own, x_step, own_w, own_ask, bytes, sums, before, share, &used);
+                add_tiles(is_int8, 0, k > 0, some, own, x_step, own_w, own_ask, bytes, sums, before, share, &used);
         }
     }
 }
@@ -416,42 +418,42 @@ static __attribute__((noinline)) void by_tiles(int64_t count, const char *x, int
     any_tiles(0, count, x, steps, w, ask, bytes, to, before);
 }
 
-static __attribute__((noinline)) void by_tiles_eight(int64_t count, const char *x, int64_t steps, const char *w,
-                                                     const char *ask, int64_t bytes, float to[][BLOCK],
-                                                     const struct sums *before) {
+static __attribute__((noinline)) void by_tiles_int8(int64_t count, const char *x, int64_t steps, const char *w,
+                                                    const char *ask, int64_t bytes, float to[][BLOCK],
+                                                    const struct sums *before) {
     any_tiles(1, count, x, steps, w, ask, bytes, to, before);
 }
 #else
-static int uses_tiles(int eight) { return 0; }
+static int uses_tiles(int is_int8) { return 0; }
 static void begin_tiles(void) {}
 static void end_tiles(void) {}
 static void by_tiles(int64_t count, const char *x, int64_t steps, const char *w, const char *ask, int64_t bytes,
                      float to[][BLOCK], const struct sums *before) {}
-#define by_tiles_eight by_tiles
+#define by_tiles_int8 by_tiles
 #endif
 
 /* Stored numbers of working memory for a product with R rows of I inputs. */
-static int64_t product_size(int64_t R, int64_t I, int eight) {
-    int64_t bytes = whole(R, TILE) * row_bytes(I, eight);
-    if (eight) return (bytes + R * (int64_t)sizeof(struct eighth)) / (int64_t)sizeof(stored);
+static int64_t product_size(int64_t R, int64_t I, int is_int8) {
+    int64_t bytes = whole(R, TILE) * row_bytes(I, is_int8);
+    if (is_int8) return (bytes + R * (int64_t)sizeof(struct quantised_row)) / (int64_t)sizeof(stored);
     return WIDENED ? bytes / (int64_t)sizeof(stored) * 2 : uses_tiles(0) ? bytes / (int64_t)sizeof(stored) : 0;
 }
 
 /* The place of row r's first step in working memory with R rows, and the bytes from one step to the next: rows one
    after the other, or as tiles, for each TILED rows [steps, tiles, TILE, TILE_BYTES]. */
-static int64_t place(int64_t r, int64_t R, int64_t bytes, int tiled, int64_t *next) {
+static int64_t place_of(int64_t r, int64_t R, int64_t bytes, int tiled, int64_t *next) {
     int64_t first = r / TILED * TILED, rows = R - first < TILED ? R - first : TILED;
     *next = tiled ? whole(rows, TILE) * TILE_BYTES : TILE_BYTES;
     return tiled ? first * bytes + (r - first) * TILE_BYTES : r * bytes;
 }
 
 /* Write x [R, I] as tiles. Inputs that do not fill a step are 0; rows that do not fill a tile are those of an earlier
-   product, and so are their sums, which nothing uses. Called by each thread of a team, as the next one. */
+   product, and so are their sums, which nothing uses. Called by each thread of a team, as `quantise` is. */
 static void tile_rows(const stored *x, int64_t R, int64_t I, int64_t x_row, char *to) {
 #pragma omp for
     for (int64_t r = 0; r < R; r++) {
         int64_t next, left = I * (int64_t)sizeof(stored);
-        char *step = to + place(r, R, row_bytes(I, 0), 1, &next);
+        char *step = to + place_of(r, R, row_bytes(I, 0), 1, &next);
         const char *from = (const char *)(x + r * x_row);
         for (; left >= TILE_BYTES; left -= TILE_BYTES, from += TILE_BYTES, step += next) memcpy(step, from, TILE_BYTES);
         if (left) {
@@ -461,18 +463,18 @@ static void tile_rows(const stored *x, int64_t R, int64_t I, int64_t x_row, char
     }
 }
 
-static inline eight_vector eight_bits_of(int_vector x) {
+static inline int8_vector to_int8(int_vector x) {
 #ifdef __AVX512F__
     /* One instruction; GCC compiles the line below to one for each lane. */
-    return (eight_vector)_mm512_cvtepi32_epi8((__m512i)x);
+    return (int8_vector)_mm512_cvtepi32_epi8((__m512i)x);
 #else
-    return __builtin_convertvector(x, eight_vector);
+    return __builtin_convertvector(x, int8_vector);
 #endif
 }
 
 /* Write x [R, I] in eight bits, as `QuantisedRows.of` does: the largest magnitude of a row becomes 127. */
 static void quantise(const stored *x, int64_t R, int64_t I, int64_t x_row, int tiled, char *to,
-                     struct eighth *eighths) {
+                     struct quantised_row *quantised) {
     const vector none = {0}, magic = none + 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
 #pragma omp for
     for (int64_t r = 0; r < R; r++) {
@@ -492,31 +494,31 @@ static void quantise(const stored *x, int64_t R, int64_t I, int64_t x_row, int t
         scale /= 127.0f;
         if (scale < FLT_MIN) scale = FLT_MIN;
         int64_t next;
-        char *step = to + place(r, R, row_bytes(I, 1), tiled, &next);
-        for (int64_t d = 0; d < padded(I, 1); d += STEP_EIGHT, step += next)
-            for (int64_t j = 0; j < STEP_EIGHT; j += LANES) {
+        char *step = to + place_of(r, R, row_bytes(I, 1), tiled, &next);
+        for (int64_t d = 0; d < padded(I, 1); d += STEP_INT8, step += next)
+            for (int64_t j = 0; j < STEP_INT8; j += LANES) {
                 vector each = d + j < I ? load_part(own + d + j, I - d - j) : none;
-                int_vector whole = __builtin_convertvector((each / scale + magic) - magic, int_vector);
-                eight_vector narrow = eight_bits_of(whole);
-                sums += (bits_vector)whole; /* of what is no number it is any number, as the product is */
+                int_vector integers = __builtin_convertvector((each / scale + magic) - magic, int_vector);
+                int8_vector narrow = to_int8(integers);
+                sums += (bits_vector)integers; /* of what is no number it is any number, as the product is */
                 memcpy(step + j, &narrow, sizeof narrow);
             }
         for (int i = 0; i < LANES; i++) sum += sums[i];
-        eighths[r].scale = scale, eighths[r].sum = (int32_t)sum;
+        quantised[r].scale = scale, quantised[r].sum = (int32_t)sum;
     }
 }
 
 /* x [R, I] times a packed weight of O outputs, of stored numbers or of eight bits, into rows of `out`. */
-static void product(const stored *x, int64_t R, int64_t I, int64_t x_row, const stored *w, int eight, int64_t O,
+static void product(const stored *x, int64_t R, int64_t I, int64_t x_row, const stored *w, int is_int8, int64_t O,
                     const stored *bias, int kind, stored *out, int64_t out_row, stored *working, int threads) {
     if (!R) return;
-    int tiled = uses_tiles(eight), copied = eight || tiled || WIDENED;
-    int64_t inputs = padded(I, eight), row = row_bytes(I, eight), bytes_each = block_bytes(I, eight);
+    int tiled = uses_tiles(is_int8), copied = is_int8 || tiled || WIDENED;
+    int64_t inputs = padded(I, is_int8), row = row_bytes(I, is_int8), bytes_each = block_bytes(I, is_int8);
     int64_t blocks = whole(O, BLOCK) / BLOCK, most = tiled ? TILED : TALL;
     char *own_rows = (char *)working;
     const char *rows = copied ? own_rows : (const char *)x;
-    int64_t factors_row = eight ? row : (copied ? inputs : x_row) * (int64_t)sizeof(factor);
-    struct eighth *eighths = eight ? (struct eighth *)(own_rows + whole(R, TILE) * row) : NULL;
+    int64_t own_row = is_int8 || tiled ? row : (copied ? inputs : x_row) * (int64_t)sizeof(factor);
+    struct quantised_row *quantised = is_int8 ? (struct quantised_row *)(own_rows + whole(R, TILE) * row) : NULL;
     /* While it computes with a block, it prefetches a later part of the weight, a share with each few rows: with up to
        TILED rows in tiles what comes some steps later, else the next block. Per step of tiles, or per group. */
     int64_t each = tiled ? 2 * TILE : ROWS, calls = tiled ? 1 : BLOCK / (2 * WIDTH);
@@ -529,8 +531,8 @@ static void product(const stored *x, int64_t R, int64_t I, int64_t x_row, const 
         float memory[2][TILED][BLOCK] __attribute__((aligned(64)));
         /* With tiles, the sums of a block are used while those of the next one are computed. */
         struct sums before = {.kind = kind, .bias = bias, .O = O, .out_row = out_row}, now = before;
-        if (eight) {
-            quantise(x, R, I, x_row, tiled, own_rows, eighths);
+        if (is_int8) {
+            quantise(x, R, I, x_row, tiled, own_rows, quantised);
         } else if (tiled) {
             tile_rows(x, R, I, x_row, own_rows);
         } else if (WIDENED) {
@@ -543,23 +545,22 @@ static void product(const stored *x, int64_t R, int64_t I, int64_t x_row, const 
 #pragma omp for
         for (int64_t b = 0; b < blocks; b++) {
             const char *block = (const char *)w + b * bytes_each, *ask = block + ahead;
-            const char *elements = block + (eight ? SCALES : 0);
+            const char *elements = block + (is_int8 ? SCALES : 0);
             for (int64_t r = 0; r < R; r += now.count, ask += most / each * part) {
                 now.rows = memory[now.rows == memory[0]], now.count = R - r < most ? R - r : most;
                 now.at = b * BLOCK, now.out = out + r * out_row;
-                if (eight) now.eighths = eighths + r, now.scales = (const float *)block;
+                const char *own = rows + r * own_row;
+                if (is_int8) now.quantised = quantised + r, now.scales = (const float *)block;
                 if (tiled) {
                     int64_t count = whole(now.count, TILE) / TILE;
-                    const char *own = rows + r * row;
-                    if (eight)
-                        by_tiles_eight(count, own, row / TILE_BYTES, elements, ask, bytes, now.rows, &before);
+                    if (is_int8)
+                        by_tiles_int8(count, own, row / TILE_BYTES, elements, ask, bytes, now.rows, &before);
                     else
                         by_tiles(count, own, row / TILE_BYTES, elements, ask, bytes, now.rows, &before);
                     before = now;
                 } else {
-                    const char *own = rows + r * factors_row;
-                    if (eight)
-                        many_eight(now.count, own, row, inputs, elements, ask, bytes, now.rows);
+                    if (is_int8)
+                        many_int8(now.count, own, row, inputs, elements, ask, bytes, now.rows);
                     else
                         many(now.count, own, copied ? inputs : x_row, I, elements, ask, bytes, now.rows);
                     finish(&now, 0, now.count);

@@ -29,7 +29,6 @@ PROCESSOR = Path("/proc/cpuinfo").read_text()
 AVX2 = "-mno-avx512f -mno-amx-int8 -Wno-psabi"
 LACKS = ["", "-mno-amx-bf16 -mno-amx-int8", "-mno-amx-bf16 -mno-avx512bf16", AVX2]
 pytestmark = pytest.mark.skipif("avx2" not in PROCESSOR, reason="a CPU without AVX2")
-KEPT = "keys", "values"
 VNNI = "avx512_vnni" if "avx512f" in PROCESSOR else "avx_vnni"
 needs_vnni = pytest.mark.skipif(VNNI not in PROCESSOR, reason="a CPU without VNNI")
 
@@ -149,7 +148,8 @@ def test_a_number_that_is_none_stays_in_its_row_in_eight_bits(bad: float) -> Non
     expected_RD = model(given[0][:, None], given[2][:, None], caches[0].attend)[:, 0]
     found_RD = packed(model).hidden(given.numpy(), caches[1])
     assert found_RD.isfinite().all(1).tolist() == [row != 3 for row in range(17)]
-    for expected, found in ((expected_RD, found_RD), *((getattr(each, name) for each in caches) for name in KEPT)):
+    pairs = [(expected_RD, found_RD), (caches[0].keys, caches[1].keys), (caches[0].values, caches[1].values)]
+    for expected, found in pairs:
         assert torch.equal(found.isnan(), expected.isnan())
 
 
