@@ -7,7 +7,6 @@ import math
 import re
 import warnings
 from collections.abc import Callable
-from fractions import Fraction
 from itertools import islice
 from typing import Any
 
@@ -20,162 +19,15 @@ from penstock.graph.errors import Fault, GraphError
 from penstock.graph.imports import imported, names_function, short
 from penstock.graph.requires import Call
 from penstock.graph.types import Mean, Metrics, NodeWarning, Rewards, Rollouts
-from penstock.nodes import symbolic_math
 from penstock.nodes.advantage import uniform_groups
 from penstock.nodes.data import FilePrompts
-from penstock.nodes.data_files import FINAL
+from penstock.nodes.final_answer import comparable, equals
 from penstock.nodes.learn.batching import of_its_rows
 from penstock.nodes.option_checks import count, ordered
 
 # (prompt, response, reference answer) → reward.
 Rule = Callable[[str, str, str], float]
 
-# Words that multiply the number before them.
-_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-# An optional group is left out only where it does not match. It is not possessive, `(?:…)?+`: before Python 3.11.5 such
-# a group may fail, and with it the number, where there is a choice in it (python/cpython#106052).
-_DIGITS = (
-    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?!,[0-9]{3})|[0-9]++)(?:\.[0-9]++|(?!\.[0-9]))|\.[0-9]++)"
-    r"(?:[eE][+-]?[0-9]++|(?![eE][+-]?[0-9]))"
-)
-_MONEY = r"(?:[A-Z]{0,2}[$€£¥₹₩₽]|(?:USD|EUR|GBP|Rs\.?)\s?)"
-# Possessive, so that no part of "12,34" or "1.2.3" is taken for a number. A minus belongs to the number unless it
-# follows something to subtract from: "48-24" holds 48 and 24.
-_NUMBER = re.compile(
-    rf"""(?P<sign>(?:(?<![\w.)−-])(?:[−-]\s?|–){_MONEY}?|{_MONEY}[−-]?)?)
-    (?:(?<![0-9.])|(?<=Rs\.))(?<![0-9][,/eExX])
-    (?:(?P<whole>[0-9]++)\s++(?=[0-9]++/[0-9])|(?![0-9]++\s++[0-9]++/[0-9]))
-    (?P<top>{_DIGITS})(?:\s?/\s?(?P<bottom>[−-]?{_DIGITS})|(?!\s?/\s?[−-]?\.?[0-9]))
-    (?!\s?/\s?[−-]?[0-9]|[.,]?[0-9]|[xX][0-9a-fA-F])
-    (?:\s*+(?P<scale>{"|".join(_SCALES)})s?\b)?""",
-    re.VERBOSE,
-)
-# A number with more digits, or a larger exponent, counts as none: Python refuses to read more than 4,300 digits.
-_MOST_DIGITS = 4_000
-# A lookbehind for this many digits, which begin a number or follow a space in one.
-_HEAD = "(?<=(?<![0-9.,])[0-9]{{{}}})"
-_FRACTIONS = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅛": "1/8"}
-# How LaTeX writes a number, and its plain form; applied in this order.
-_LATEX = [
-    (re.compile(pattern), plain)
-    for pattern, plain in (
-        (r"\\!\s*|\\(?:left|right|displaystyle)\b|[\u200b-\u200d\u2060\ufeff]", ""),
-        (r"[\u2010-\u2012\ufe63\uff0d]", "-"),
-        *((rf"([0-9]?)\s?{sign}", rf"\1 {plain} ") for sign, plain in _FRACTIONS.items()),
-        (r"(^|[=($:{,] ?)([−-])\s+(?=\\[dt]?frac)", r"\1\2"),
-        (r"(?<![A-Za-z])([cdkm]?m|ft|yd|mi|in)[23](?![\w.])", r"\1"),
-        # A mark of a list or a minus; a dash between words or a minus.
-        (rf"(?<=\n)[ \t]*-[ \t]+(?={_MONEY}?[0-9.])|(?<!\S)—(?={_MONEY}?[0-9.])", "≈"),
-        (r"\\q?quad\b", "  "),
-        (r"(?:\^\s*+\{?+\s*+\\circ\s*+\}?|°)(?:\s*+(?:\\(?:text|mathrm)\s*\{\s*[CF]\s*\}|[CF]\b))?", ""),
-        (r"\{,\}|(?<=[0-9])\\,(?=[0-9]{3})", ","),
-        (r"\\[dt]?frac\s*\{\s*([−-]?[0-9.,]+)\s*\}\s*\{\s*([−-]?[0-9.,]+)\s*\}", r" \1/\2 "),
-        (r"\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*([0-9])|\\[dt]?frac\s*([0-9])\s*\{?([0-9]+)\}?", r" \1\3/\2\4 "),
-        (r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}", r" \1 "),
-        (r"\\([$%])", r"\1"),
-        (r"</?[A-Za-z]\w{0,20}>", " "),
-        (r"(?<![^\s(=$])~(?=\s?[$0-9.])", "≈"),
-        (r"\\[,;: ()\[\]]|~|[\u00a0\u2009\u202f]", " "),
-        (r"(?:(?<=[A-Za-z]{2})|(?<=[\s/]m)|(?<=/s))\s*+(?:\^\s*\{?[23]\}?(?![0-9])|[²³])", ""),
-        # Thousands with a separator, such as 12 600 or 12'600.
-        (rf"(?:{'|'.join(_HEAD.format(n) for n in (1, 2, 3))})[ '’](?=[0-9]{{3}}(?![0-9]|\s?/))", ","),
-    )
-]
-# "5 200 dollar notes" may be 5,200 notes or five: the text does not tell. "5 200 dollars in all" and "5 200 in total"
-# have one reading: a plural is no unit of something else, and words such as "in" are neither a unit nor counted.
-_NOT_COUNTED = r"(?!(?:a|an|and|are|as|at|but|by|each|for|from|if|in|is|of|on|or|per|so|than|that|the|to|which|with)\b)"
-_TWO_READINGS = re.compile(
-    r"(?<![0-9.,$€£])(?<![0-9] )[0-9]{1,3} [0-9]{3}"
-    rf"(?=(?:\.[0-9]+)?(?:\s?%| ?-?{_NOT_COUNTED}(?![A-Za-z]*s\b)[A-Za-z]+)[ -]{_NOT_COUNTED}[A-Za-z])"
-)
-# A number after the first or before the second pattern is a part of an expression, such as 2^{10}, \sqrt{2}, √2, 3\pi,
-# 3², 3i, "3k", 2 * 3, "minus 3" or "3 squared"; or it follows "not", "about" or a comparison. Marks of Markdown have a
-# space on one side (*Step 2* 3), operators on none or on both. "At least 3" may be all of an answer; in 5!=120 the mark
-# belongs to the 5. Numbers in "20% of 50", "4 hundred 50", "f(5)", "(1/2)(3)", "2024-05-05" and "0.333..." are parts of
-# one, too, as is a number after a minus with a mark between them: -(5), -**5**.
-_FUNCTIONS = "sqrt|log|ln|sin|cos|tan"
-_UNEQUAL, _EQUAL = r"(?<![\w)}\]])!=", re.compile(r"(?<![^\w)}\]]!)=")
-_WITHIN = (
-    re.compile(
-        rf"(?:[\^_{{√∛∜±≈≠≤≥]|{_UNEQUAL}|[\w)}}$]\s*(?:<|(?<!>)>)=?|\+/|[0-9]\*\*|\\[A-Za-z]+|(?:{_FUNCTIONS})\s*\("
-        r"|[0-9][)}]*(?:[*×·⋅÷+](?!\s)|[ \t]+(?:[*×·⋅÷+]|(?i:times|plus|(?:divided|multiplied) by))(?=[ \t]+[−-]?\s*$))"
-        r"|[0-9][ \t]?(?:(?:%|(?i:percent))[ \t]+of|[ \t](?i:mod|choose))"
-        rf"|[0-9][ \t]?(?i:{'|'.join(_SCALES)})s?(?: and)?(?=[ \t]+$)"
-        rf"|\b(?i:not|than|about|approximately|approx\.?|roughly|around|nearly|almost"
-        rf"|(?:minus|negative|twice|half|double|root|{_FUNCTIONS})(?:\s+of)?))\s*[−-]?\s*$"
-        r"|(?:(?<![\w.)])[−–-](?:[(\[{|`_*]+| \()\s?|\*\*[−–-]\*\*"
-        r"|(?:\b[fgh]|floor|ceil|abs|gcd|lcm|min|max)\(|[0-9]\)\s?\(|[0-9]{4}-[0-9]{1,2}-)$"
-    ),
-    re.compile(
-        r"!|\s*(?:[\^_{}]|\\|\*\*\s*[0-9(]|[√π])|[ijkKMBTnxyz]\b|[¹²³⁰⁴-⁹₀-₉½⅓⅔¼¾⅛]"
-        r"|\s*(?:squared|cubed|factorial|pi|tenths?|hundredths?|thousandths?|millionths?|[bm]n|lakhs?|crores?)\b"
-        rf"|(?:{'|'.join(rf'(?<=[.][0-9]{{{n}}})' for n in range(1, 9))})(?:\.\.|…)"
-    ),
-)
-# A quantity of two units, such as "5 hours 30 minutes" or "$5 and 25 cents": what is before its second number, and the
-# unit after that. A comma would begin another thought.
-_LARGER = "hours?|hrs?|minutes?|mins?|feet|foot|ft|pounds?|lbs?|dollars?|euros?|years?|months?|weeks?|days?"
-_SMALLER = "minutes?|mins?|seconds?|secs?|inch(?:es)?|cents?|ounces?|oz|months?|weeks?|days?|hours?"
-_PARTS = (
-    re.compile(rf"[0-9][ \t]?(?:{_LARGER})(?:[ \t]and)?[ \t]$|\$[0-9.]+ and $"),
-    re.compile(rf"[ \t]?(?:{_SMALLER})\b"),
-)
-# What is before the minutes of a time, "at 10:30", and before the fraction of "2 and 3/4".
-_HOUR, _MINUTES = re.compile(r"\b(?:at|is|by|until) (?:[01]?[0-9]|2[0-3]):$"), re.compile("[0-5][0-9]")
-_WHOLE = re.compile(r"[0-9][ \t]and[ \t]$")
-# What makes the first number after "####" a part of more than a number.
-_GOES_ON = re.compile(
-    rf"[ \t]*+(?:\+|[*×·÷<>≈] ?[−$(-]*[0-9\\]|[−–-] ?\$?\(?[0-9]|[,;] ?[−$-]*[0-9]|(?:%|percent)[ \t]+of[ \t]"
-    rf"|(?<!\w)(?:(?:and|or|to|x|mod|choose|times|plus|minus)[ \t]+[−$(-]*[0-9]|[ixyz][ \t.]*$)"
-    rf"|(?:{_LARGER})(?:[ \t]and)?[ \t][0-9.]+[ \t]?(?:{_SMALLER})\b)|[ \t]+[0-9]",
-    re.MULTILINE,
-)
-# The same of a box, such as \boxed{3}^2, 2\boxed{3}, \sqrt{\boxed{3}} or -\boxed{3}. Degrees are a unit.
-_OPERATORS = r"\\(?:cdot|times|div|pm|mp)(?![A-Za-z])|[×·÷±√]"
-_AROUND_BOX = (
-    re.compile(
-        rf"(?:(?:{_OPERATORS}|[\^_]\s*\{{?|[0-9)}}]\s*[*/+]|[0-9=($)}}]\s*[−-]|\\?\b(?:{_FUNCTIONS})\s*[({{]?"
-        rf"|\\(?:sqrt(?:\[[0-9]\])?|[dt]?frac(?:\{{[^{{}}]*\}})?)\s*\{{"
-        rf"|\b(?i:not|than|about|approximately|roughly|minus|negative)|\\boxed\{{[^{{}}]*\}}\$?\s+or\s+\$?)\s*|[0-9−-])$"
-    ),
-    re.compile(
-        rf"[!0-9]|\.[0-9]|[ijkKMBTnxyz]\b|\s*+(?:{_OPERATORS}|\^\s*+\{{?\s*+[0-9A-Za-z+−-]|_\s*+\{{?\s*+[0-9]|[/+−-]\s*[0-9\\]|[¹²³⁰⁴-⁹π]"
-        rf"|\*\s*[0-9]|\*\*[0-9]|\\(?:{_FUNCTIONS}|pi|[dt]?frac)(?![A-Za-z])"
-        rf"|\$?\s*(?:{'|'.join(_SCALES)}|squared|cubed|factorial|(?:is|was)\s+(?:not|wrong|incorrect|false))\b)"
-    ),
-)
-# Words that deny a number in a box, before or after it.
-_DENIED = re.compile(r"\b(?:not|than|or|except|wrong|incorrect|false)\b")
-# A time with its half of the day, and dates: algebra and numbers with units would find others equal to them.
-_MONTHS = (
-    "Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sept?(?:ember)?|Oct(?:ober)?"
-    "|Nov(?:ember)?|Dec(?:ember)?"
-)
-_DAY, _YEAR = r"(?P<{}>[0-3]?[0-9])(?:st|nd|rd|th)?(?![0-9])", r"(?:,?\s+(?P<{}>[0-9]{{4}})(?![0-9]))?"
-_STAMP = re.compile(
-    r"(?<![0-9:.,])(?P<hour>1[0-2]|0?[1-9])(?:\s?:\s?(?P<minute>[0-5][0-9]))?\s*(?P<half>[AaPp])(?:\.\s?)?[Mm]\b\.?"
-    r"|(?<![0-9-])(?P<iso>[0-9]{4}-[01][0-9]-[0-3][0-9])(?![0-9-])"
-    r"|(?<![0-9/])(?P<slashed>[0-3]?[0-9]/[0-3]?[0-9]/[0-9]{4})(?![0-9/])"
-    rf"|(?<![A-Za-z\\])(?P<month>{_MONTHS})\.?\s+{_DAY.format('day')}{_YEAR.format('year')}"
-    rf"|(?<![0-9]){_DAY.format('first')}\s+(?:of\s+)?(?P<then>{_MONTHS})(?![A-Za-z]){_YEAR.format('after')}"
-)
-# The name of a choice, and where a response without a box names its own.
-_CHOICE = re.compile(r"\(?([A-Z])\)?")
-_CHOSEN = re.compile(
-    r"\b[Aa]nswer(?:\s+is|\s*:)[\s$*(]*(?:\\(?:text|mathrm|mathbf)\s*\{\s*)?\(?([A-Z])(?![\w'])(?!\)?\s*(?:[,/]|or\b|and\b))"
-)
-# A list in brackets, which say whether its order counts.
-_LIST = re.compile(r"\s*\$?\s?(?:\\left)?(\(|\\\{)([^(){}\[\]]*)(?:\\right)?(?:\)|\\\})\s?\$?\s*")
-# Before a "=" in a box: another unknown.
-_UNKNOWN = re.compile(r",\s*\\?[A-Za-z]\w{0,9}\s*$")
-# Characters before a number that are searched for its expression; bounded, so that no text takes long.
-_NEAR = 40
-# What may be around a number that is an answer by itself: currency, words and units.
-_UNITS = re.compile(r"[$€£%.\s]|(?<![A-Za-z])(?:[A-Za-z]{2,}|[gmshLNJWV])(?:[23]|\b)(?:/[A-Za-z]+)?")
-# A power of ten after a number that is an answer by itself.
-_TEN = re.compile(r"(?<=[0-9])\s*(?:\\times|\\cdot|[×·*])\s*10\s*\^\s*(?:\{\s*([−-]?[0-9]+)\s*\}|([−-]?[0-9]+))")
-# Digits with their base.
-_BASE = re.compile(r"([0-9A-Z]+)_\{?([0-9]+)\}?")
 # Answers of a source that are read before a run starts: seconds of work. The first `MOST_TOLD` unreadable ones are
 # reported.
 MOST_READ, MOST_TOLD = 20_000, 5
@@ -224,20 +76,6 @@ def answers_that(read: Callable[[str], object]) -> Callable[[Call], None]:
     return check
 
 
-def comparable(answer: str) -> Fraction | None:
-    """The number that a reference answer is (see `number_of`); None for an answer that math-verify compares.
-
-    Raises ValueError for an answer that cannot be compared.
-    """
-    number = number_of(answer)
-    missing = symbolic_math.lack() if number is None else ""
-    if missing or not answer.strip():
-        raise ValueError(
-            f"given the reference answer {answer!r:.200}, needed a number, or {missing or 'another answer'}"
-        )
-    return number
-
-
 @requires(answers_that(comparable))
 def math_answer(prompt: str, response: str, answer: str) -> float:
     r"""1.0 if the response's final answer equals the reference answer, else 0.0.
@@ -246,9 +84,9 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
     of the text. If the reference is a number, so must the answer be, and they are compared exactly, as fractions.
     Numbers are whole, decimal (1,072.50, 1 072.5), fractions (18/2, 1 1/2, `\frac{9}{2}`), powers of ten (2e-3; in a
     box `2 \times 10^{-3}`) or with a word (3 million); currency, percent and units do not count. No numbers are: an
-    expression with this value, a box in an expression, "about 3", "3!", "> 3", "3 hours 30 minutes", and a
-    text with two readings, such as "5 200 dollar notes". For a number with a base, `52_8`, digits and base must be the
-    same.
+    expression with this value, a range, a box in an expression, "about 3", "3!", "> 3", "3 hours 30 minutes", and
+    a text with two readings, such as "5 200 dollar notes". For a number with a base, `52_8`, digits and base must be
+    the same.
 
     Any other reference, such as `2\sqrt{3}` or `(0, \frac{\pi}{2})`, is compared by `math-verify` (the extra `math`).
     It gives up after `symbolic_math.DEADLINE_S` seconds: then the answer counts as wrong, and the run warns. A time
@@ -258,37 +96,7 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
     Raises ValueError for a reference that is neither.
     """
     try:
-        needed = comparable(answer)
-    except ValueError as error:
-        raise ValueError(f"math_answer: {error}") from None
-    if (stamp := _stamp(_final_part(answer))) is not None:
-        told = _stamp(_final_part(response), like=stamp)
-        # A year may be left out.
-        if told is not None:
-            return float(all(given == own for given, own in zip(told, stamp, strict=False)))
-        # Without a stamp the answer may be its number alone; a date of numbers is no expression.
-        if stamp[0] in ("iso", "slashed"):
-            return 0.0
-    if needed is not None:
-        return float(final_number(response) == needed)
-    if response.strip() == answer.strip():  # math-verify finds no word without marks around it
-        return 1.0
-    boxed, given = _last_boxed(response), _final_part(response).strip()
-    # Of a set it makes the point with these coordinates.
-    told_list, own_list = _LIST.fullmatch(given), _LIST.fullmatch(_final_part(answer))
-    if told_list and own_list and told_list[1] != own_list[1] and "," in told_list[2] and "," in own_list[2]:
-        return 0.0
-    choice = _CHOICE.fullmatch(_without_latex(answer).strip())
-    if boxed is None and choice and _CHOSEN.findall(response)[-1:] == [choice[1]]:
-        return 1.0
-    # Nor does it find LaTeX without marks.
-    if boxed is None and FINAL in response and not re.search(r"\$|\\[(\[]", given):
-        given = boxed = given.partition("\n")[0].rstrip(" .")
-    # math-verify ignores a base.
-    if digits := _BASE.fullmatch(_without_latex(answer).strip()):
-        return float(digits.groups() in [found.groups() for found in _BASE.finditer(_without_latex(given))][-1:])
-    try:
-        equal = symbolic_math.grader().equal(answer, given if boxed is None else rf"\boxed{{{boxed}}}")
+        equal = equals(response, answer)
     except ValueError as error:
         raise ValueError(f"math_answer: {error}") from None
     if equal is None:
@@ -328,127 +136,6 @@ def regex(prompt: str, response: str, answer: str, *, pattern: str) -> float:
 def length(prompt: str, response: str, answer: str, *, at_most: int, at_least: int = 0) -> float:
     """1.0 for a response of `at_least` to `at_most` characters, else 0.0."""
     return float(at_least <= len(response) <= at_most)
-
-
-def number_of(answer: str) -> Fraction | None:
-    """The number that a reference answer, its box, or the text after its "####" is; None if that is not one number
-    alone."""
-    return _only(_final_part(answer))
-
-
-def _final_part(text: str) -> str:
-    boxed = _last_boxed(text)
-    return text.rpartition(FINAL)[2] if boxed is None else boxed
-
-
-def final_number(text: str) -> Fraction | None:
-    """The number that a text ends with (see `math_answer`); None if there is none."""
-    boxed = _last_boxed(text)
-    if boxed is not None:
-        *sides, last = _EQUAL.split(boxed)
-        return None if any(map(_UNKNOWN.search, sides)) else _only(last)
-    plain = _without_latex(_TWO_READINGS.sub(r"≈\g<0>", text.rpartition(FINAL)[2]))
-    matches = list(_NUMBER.finditer(plain))
-    if not matches:
-        return None
-    match = matches[0 if FINAL in text else -1]
-    if FINAL in text and _GOES_ON.match(plain, match.end()):
-        # 5 + 3 = 8
-        _, equal, after = plain[match.start() :].partition("\n")[0].rpartition("=")
-        found = _NUMBER.search(after) if equal else None
-        if found is None or _GOES_ON.match(after, found.end()):
-            return None
-        match = found
-    # A text that ends with an expression does not end with a number in it.
-    return None if _is_within(match) else _value(match)
-
-
-def _stamp(text: str, like: tuple[str, ...] = ()) -> tuple[str, ...] | None:
-    """The time or date that a reference answer is; with `like`, the last one of that kind in a text. None without."""
-    plain = _without_latex(text)
-    found = list(_STAMP.finditer(plain)) if like else [_STAMP.fullmatch(plain.strip(" .$"))]
-    stamps = [_fields(match) for match in found if match is not None]
-    return next((stamp for stamp in reversed(stamps) if not like or stamp[0] == like[0]), None)
-
-
-def _fields(match: re.Match[str]) -> tuple[str, ...]:
-    """The kind of a time or date, and its parts."""
-    if match["hour"]:
-        return "time", str(int(match["hour"])), match["minute"] or "00", match["half"].lower()
-    if match["iso"] or match["slashed"]:
-        kind, said = ("iso", match["iso"]) if match["iso"] else ("slashed", match["slashed"])
-        return kind, *(str(int(part)) for part in re.split("[-/]", said))
-    year = match["year"] or match["after"]
-    day = "day", (match["month"] or match["then"])[:3], str(int(match["day"] or match["first"]))
-    return (*day, year) if year else day
-
-
-def _only(text: str) -> Fraction | None:
-    """The number that a text is, if only units are beside it; else None."""
-    plain = _without_latex(text).strip().removeprefix("+")
-    if plain[:1] == "{" and plain[-1] == "}" and plain[-2] != "\\":
-        plain = plain[1:-1]
-    # After a fraction the power would be a part of the denominator.
-    if (ten := _TEN.search(plain)) and "/" not in plain[: ten.start()]:
-        plain = f"{plain[: ten.start()]}e{(ten[1] or ten[2]).replace('−', '-')}{plain[ten.end() :]}"
-    matches = list(_NUMBER.finditer(plain))
-    if len(matches) != 1 or _is_within(matches[0]):
-        return None
-    (match,) = matches
-    rest = plain[: match.start()], plain[match.end() :]
-    return None if any(_UNITS.sub("", part) or _DENIED.search(part) for part in rest) else _value(match)
-
-
-def _is_within(match: re.Match[str]) -> bool:
-    """True if this number is a part of an expression."""
-    text, (start, end) = match.string, match.span()
-    near = text[max(0, start - _NEAR) : start]
-    # The value of |-5| is 5.
-    return bool(
-        _WITHIN[0].search(near)
-        or _WITHIN[1].match(text, end)
-        or (_PARTS[0].search(near) and _PARTS[1].match(text, end))
-        or (_HOUR.search(near) and _MINUTES.fullmatch(match[0]))
-        or (match["bottom"] and _WHOLE.search(near))
-        or (match["sign"] and near.endswith("|"))
-    )
-
-
-def _without_latex(text: str) -> str:
-    for pattern, plain in _LATEX:
-        text = pattern.sub(plain, text)
-    return text
-
-
-def _last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{…} of a text, or without one of the last \fbox{…}; "" if the box is a part of an
-    expression; None without a box, or if it does not end."""
-    mark = r"\boxed{" if r"\boxed{" in text else r"\fbox{"
-    if (begin := text.rfind(mark)) < 0:
-        return None
-    before = text[max(0, begin - _NEAR) : begin]
-    begin += len(mark)
-    depth = 1
-    for place in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if not depth:
-            within = _AROUND_BOX[0].search(before) or _AROUND_BOX[1].match(text, place + 1)
-            return "" if within else text[begin:place]
-    return None
-
-
-def _value(match: re.Match[str]) -> Fraction | None:
-    """The value of a number; None for a division by zero, and for a number that is too large to be written out."""
-    parts = [(match[name] or "1").replace(",", "").replace("−", "-") for name in ("whole", "top", "bottom")]
-    for part in parts:
-        digits, _, exponent = part.lower().partition("e")
-        if len(digits) > _MOST_DIGITS or len(exponent) > 5 or abs(int(exponent or 0)) > _MOST_DIGITS:
-            return None
-    whole, top, bottom = map(Fraction, parts)
-    if not bottom:
-        return None
-    value = (top / bottom + (whole if match["whole"] else 0)) * _SCALES.get(match["scale"], 1)
-    return -value if re.search("[−–-]", match["sign"]) else value
 
 
 def computes(call: Call) -> None:

@@ -27,7 +27,8 @@ from penstock.nodes.data import (
 )
 from penstock.nodes.data_files import DataError
 from penstock.nodes.environments.python_tool import find_call
-from penstock.nodes.score import final_number, math_answer
+from penstock.nodes.final_answer import final_number
+from penstock.nodes.score import math_answer
 from penstock.nodes.tokenizer import byte_tokenizer
 
 # Data are pure functions of the ordinal; held-out problems stay held out; errors of files have their place.
