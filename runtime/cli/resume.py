@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from os.path import isfile
 from pathlib import Path
 from time import monotonic
@@ -162,20 +162,7 @@ def go_on(
         if options.updates < done:
             raise CommandError(f"--updates: given {options.updates}, but {done} are done already; needed more")
         if options.updates == done and past.summary.get("status") == "done":
-            tracked = past.summary.get("tracked", {})
-            if lacking := [name for name in options.track if not tracked.get(name, {}).get("complete")]:
-                if command is None and (others := sorted(given.keys() - {"track"})):
-                    needed = f"--track alone, since all {done} updates are done, or more of them"
-                    raise CommandError(f"--{others[0].replace('_', '-')}: given {given[others[0]]}, needed {needed}")
-                if faults := list(record_lacks(replace(options, track=tuple(lacking)))):
-                    raise CommandError(faults_text(faults))
-                config = replace(before, flags=replace(before.flags, track=options.track))
-                if config != before:
-                    config.write(folder, dict(was))
-                complete = complete_trackers(folder, config, past.summary, lacking, flags)
-                # Trackers never change how a run ends, but here they are all that the user asked for.
-                return DONE if complete or command is not None else FAILED
-            raise AllDone(f"{folder.path}: all {done} updates are done; --updates {2 * done} would go on")
+            return _complete(past, options, given, flags, by_run=command is not None)
         if was.get("agents") and not (flags.on or flags.cluster or flags.in_process):
             ended = "given a run whose hosts were agents with a ticket, which have ended with it"
             raise CommandError(f"{folder.path}: {ended}; needed: {going_on(folder)}")
@@ -209,31 +196,11 @@ def go_on(
         # The summary is of the last life; this life may be killed before it can write its own.
         (folder.path / "summary.json").unlink(missing_ok=True)
 
-        def note_changes(display: Display) -> None:
-            """Note the changes of options and code: the run's rows are then of several versions of them."""
-            for name in given:
-                old, new = (as_typed(getattr(options, name)) for options in (before.flags, config.flags))
-                if new != old:
-                    said = f"from update {done} on: --{name.replace('_', '-')} {new} in place of {old}"
-                    jumps = name == "updates" and _follows_length(config)
-                    if jumps:
-                        said += "; the learning rate is that of this update in a run of the new length"
-                        display.tell({"kind": "note", "level": "warning", "text": said})
-                    folder.add_note("warning" if jumps else "info", said)
-            for line in past.edited:
-                folder.add_note("warning", f"from update {done} on: {line}")
-
-        status = go(folder, config, cluster, flags, began, note_changes, past.seconds, enrolled, early)
+        notes = partial(_note_changes, past, config, given)
+        status = go(folder, config, cluster, flags, began, notes, past.seconds, enrolled, early)
         if status == FAILED and config != before and latest_checkpoint(folder) == past.saved:
             before.write(folder, was)  # undo the change: it may be the reason of the failure
         return status
-
-
-def _follows_length(config: RunConfig) -> bool:
-    """True if a learning rate may follow a schedule over all updates of the run: by a flag, or as a function."""
-    rates = (value for node in config.graph.nodes for name, value in node.options if name == "lr")
-    decay = config.flags.lr_decay
-    return decay != "constant" if decay else any(map(names_function, rates))
 
 
 @dataclass(frozen=True)
@@ -257,6 +224,52 @@ class _Past:
     def updates(self) -> int:
         """How many updates are done and need not be repeated."""
         return self.saved.update if self.saved is not None else 0
+
+
+def _complete(
+    past: _Past, options: RunOptions, given: Mapping[str, Any], flags: ResumeFlags | RunFlags, *, by_run: bool
+) -> int:
+    """Send to trackers what they lack of a run whose updates are all done; returns the exit status. Raises AllDone if
+    they lack nothing. `by_run`: the command is `run`, which may have other options, too."""
+    folder, done = past.folder, past.updates
+    tracked = past.summary.get("tracked", {})
+    lacking = [name for name in options.track if not tracked.get(name, {}).get("complete")]
+    if not lacking:
+        raise AllDone(f"{folder.path}: all {done} updates are done; --updates {2 * done} would go on")
+    if not by_run and (others := sorted(given.keys() - {"track"})):
+        needed = f"--track alone, since all {done} updates are done, or more of them"
+        raise CommandError(f"--{others[0].replace('_', '-')}: given {given[others[0]]}, needed {needed}")
+    if faults := list(record_lacks(replace(options, track=tuple(lacking)))):
+        raise CommandError(faults_text(faults))
+    config = replace(past.config, flags=replace(past.config.flags, track=options.track))
+    if config != past.config:
+        config.write(folder, dict(past.asked))
+    complete = complete_trackers(folder, config, past.summary, lacking, flags)
+    # Trackers never change how a run ends, but `resume` was asked for them alone.
+    return DONE if complete or by_run else FAILED
+
+
+def _note_changes(past: _Past, config: RunConfig, given: Mapping[str, Any], display: Display) -> None:
+    """Note the changes of options and code: the run's rows are then of several versions of them."""
+    folder, since = past.folder, f"from update {past.updates} on: "
+    for name in given:
+        old, new = (as_typed(getattr(options, name)) for options in (past.config.flags, config.flags))
+        if new != old:
+            said = f"{since}--{name.replace('_', '-')} {new} in place of {old}"
+            jumps = name == "updates" and _follows_length(config)
+            if jumps:
+                said += "; the learning rate is that of this update in a run of the new length"
+                display.tell({"kind": "note", "level": "warning", "text": said})
+            folder.add_note("warning" if jumps else "info", said)
+    for line in past.edited:
+        folder.add_note("warning", f"{since}{line}")
+
+
+def _follows_length(config: RunConfig) -> bool:
+    """True if a learning rate may follow a schedule over all updates of the run: by a flag, or as a function."""
+    rates = (value for node in config.graph.nodes for name, value in node.options if name == "lr")
+    decay = config.flags.lr_decay
+    return decay != "constant" if decay else any(map(names_function, rates))
 
 
 def _past(folder: RunFolder) -> _Past:

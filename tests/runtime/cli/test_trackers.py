@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[3]
 CUT = {"update": 3, "earlier": 0, "next": 0, "lost": [], "fates": {"consumed": 0}, "groups": []}
 SECRET = "0123456789abcdef" * 3
 # Seconds for a client to start: MLflow creates a database, and the machine may be busy.
-DEADLINE = 120.0
+DEADLINE = 240.0
 
 
 def row(update: int, loss: float) -> dict[str, Any]:
