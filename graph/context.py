@@ -140,11 +140,17 @@ class Origin:
         maker: import path of the value's maker.
         context: the context that the maker gets, except for where it runs.
         precision: the format that `broadcast` sends them in, "" for the model's own.
+        wire: the format in which they travel without a precision (`--wire`), "" for the model's own.
     """
 
     maker: str
     context: Context
     precision: str = ""
+    wire: str = ""
+
+    def exact(self, dtype: str) -> bool:
+        """True if weights of this dtype arrive with the bits that they have."""
+        return not self.precision and self.wire in ("", dtype)
 
 
 @dataclass(frozen=True)

@@ -139,22 +139,30 @@ class Call:
 
     def origins(self, name: str) -> set[str]:
         """The nodes and sources of the rollouts that an input comes from, however far back: those that make some and
-        read none."""
-        view, pending, seen = self.view, [self._inputs[name].node] if name in self._inputs else [], set[str]()
-        while pending:
-            if (step := pending.pop()) not in seen:
-                seen.add(step)
-                node = view.nodes.get(step)
-                pending += [item.ref.node for item in node.inputs if not item.back] if node is not None else []
+        read none. Responses that continue prefixes are other ones than those from which these were cut."""
+        view = self.view
 
         def are_rollouts(type_: str) -> bool:
             return type_ != ANY and view.fits(type_, ROLLOUTS)
 
-        made = {argument.name for argument in view.arguments.values() if are_rollouts(argument.type)}
-        for other in view.nodes.values():
-            if not any(are_rollouts(item.type) for item in other.inputs if not item.back):
-                made |= {other.name for output in other.outputs if are_rollouts(output.type)}
-        return made & seen
+        def makes(node: Node) -> bool:
+            reads = any(are_rollouts(item.type) for item in node.inputs if not item.back)
+            return not reads and any(are_rollouts(output.type) for output in node.outputs)
+
+        pending, seen, found = [self._inputs[name].node] if name in self._inputs else [], set[str](), set[str]()
+        while pending:
+            if (step := pending.pop()) in seen:
+                continue
+            seen.add(step)
+            if (argument := view.arguments.get(step)) is not None and are_rollouts(argument.type):
+                found.add(step)
+            if (node := view.nodes.get(step)) is not None:
+                inputs = [item for item in node.inputs if not item.back]
+                if makes(node):
+                    found.add(step)
+                    inputs = [item for item in inputs if item.type != PREFIXES]
+                pending += [item.ref.node for item in inputs]
+        return found
 
     def branched(self, name: str) -> bool:
         """True if an input comes from responses that continue prefixes."""

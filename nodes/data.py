@@ -308,7 +308,7 @@ class Epochs(Generic[R]):
         if evaluate and not held_out:
             warnings.warn(
                 f"accuracy is measured on the {len(rows)} rows that training learns from: none of {len(first)} prompts "
-                "are kept for it (--held-out), and there is no --eval-data or --eval-split",
+                "are kept for it (--held-out), and no other data is (--eval-data, --eval-split)",
                 NodeWarning,
                 stacklevel=2,
             )

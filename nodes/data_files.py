@@ -31,8 +31,13 @@ from penstock.nodes.tokenizer import Message, conversation
 # OWNER/NAME on the Hub, with a configuration and a revision.
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".ndjson")
 _FORMATS = "an object per line (.jsonl), an array of objects (.json), both perhaps .gz, or .parquet; no other is read"
+# Other formats of rows, which are not read.
+_UNREAD = (
+    *(".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xlsx", ".pkl"),
+    *(".zst", ".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar", ".tgz", ".tar.gz"),
+)
 _GZIP = b"\x1f\x8b"
 _SPLITS = ("train", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation", "heldout", "holdout")
 # The suffix of a shard's name; older ones end with a part of a digest.
@@ -270,9 +275,16 @@ def open_table(context: Context) -> Table:
             raise DataError(f"{data}: cannot be read: {type(error).__name__}: {error}; needed {needed}") from error
     if path.is_dir():
         files: dict[str, list[Path]] = {}
-        for file in sorted(file.relative_to(path) for file in path.rglob("*") if file.name.endswith(_SUFFIXES)):
-            if file.name not in _ABOUT and not any(part.startswith(".") for part in file.parts):
+        found = sorted(file.relative_to(path) for file in path.rglob("*"))
+        shown = [file for file in found if not any(part.startswith(".") for part in file.parts)]
+        for file in shown:
+            if _ends_with(file, _SUFFIXES) and file.name not in _ABOUT:
                 files.setdefault(_split_of(file), []).append(path / file)
+        read = {_bare(file) for those in files.values() for file in those}
+        # The rows of a split may be in such a file alone.
+        for file in shown:
+            if _ends_with(file, _UNREAD) and _bare(path / file) not in read:
+                raise DataError(f"{data}: given {file}, needed {_FORMATS}: convert it, or name the file to read")
         if not files:
             raise DataError(f"{data}: given a directory without one of {', '.join(_SUFFIXES)}, needed a file of rows")
         unnamed = files.pop("", [])
@@ -285,6 +297,10 @@ def open_table(context: Context) -> Table:
         _require_each_once(chosen, data)
         return Table([row for file in chosen for row in _file_rows(file)], data)
     return _hub_table(data, wanted, flag, called(context))
+
+
+def _ends_with(file: Path, suffixes: tuple[str, ...]) -> bool:
+    return file.name.lower().endswith(suffixes)
 
 
 def is_on_hub(data: str) -> bool:
@@ -325,7 +341,32 @@ def _undecoded(dataset: Any) -> Iterator[Mapping[str, Any]]:
         return
     # In batches: one by one takes much longer.
     for table in dataset.with_format("arrow").iter(batch_size=1000):
-        yield from table.to_pylist()
+        yield from _rows(table)
+
+
+def _rows(table: Any) -> list[dict[str, Any]]:
+    """The rows of a table. A float of 32 bits is the shortest decimal that stands for it, 0.1, as people see it, not
+    0.10000000149011612."""
+    arrow = import_module("pyarrow")
+    for place, field in enumerate(table.schema):
+        text, wide = (_floats_as(leaf, field.type) for leaf in (arrow.string(), arrow.float64()))
+        if wide != field.type:
+            table = table.set_column(place, field.name, table.column(place).cast(text).cast(wide))
+    return table.to_pylist()  # type: ignore[no-any-return]
+
+
+def _floats_as(leaf: Any, type_: Any) -> Any:
+    """A type of a table with `leaf` in place of floats of 32 bits."""
+    arrow = import_module("pyarrow")
+    kinds = arrow.types
+    if kinds.is_float32(type_):
+        return leaf
+    if kinds.is_struct(type_):
+        return arrow.struct([field.with_type(_floats_as(leaf, field.type)) for field in type_])
+    if kinds.is_list(type_) or kinds.is_large_list(type_):
+        make = arrow.list_ if kinds.is_list(type_) else arrow.large_list
+        return make(_floats_as(leaf, type_.value_type))
+    return type_
 
 
 def _numbered(rows: Iterable[Mapping[str, Any]], place: str) -> list[DataRow]:
@@ -334,7 +375,9 @@ def _numbered(rows: Iterable[Mapping[str, Any]], place: str) -> list[DataRow]:
 
 def _bare(file: Path) -> Path:
     """Return a file's path without the suffixes of its format and compression."""
-    return file.with_name(file.name.removesuffix(".gz")).with_suffix("")
+    suffixes = sorted((*_SUFFIXES, *_UNREAD), key=len, reverse=True)
+    suffix = next((suffix for suffix in suffixes if _ends_with(file, (suffix,))), "")
+    return file.with_name(file.name[: -len(suffix)]) if suffix else file
 
 
 def _require_each_once(files: Sequence[Path], data: str) -> None:
@@ -387,9 +430,11 @@ def _library(name: str, data: str) -> Any:
 
 def _file_rows(path: Path) -> Iterator[DataRow]:
     """The rows of a parquet file, or of a file with a JSON object per line; a `.json` may be an array of objects."""
+    if _ends_with(path, _UNREAD):
+        raise DataError(f"{path}: given a file of another format, needed {_FORMATS}")
     try:
-        if path.suffix == ".parquet":
-            yield from _numbered(_library("pyarrow.parquet", str(path)).read_table(path).to_pylist(), str(path))
+        if _ends_with(path, (".parquet",)):
+            yield from _numbered(_rows(_library("pyarrow.parquet", str(path)).read_table(path)), str(path))
             return
         content = path.read_bytes()
         content = gzip.decompress(content) if content.startswith(_GZIP) else content
@@ -398,8 +443,8 @@ def _file_rows(path: Path) -> Iterator[DataRow]:
     except (ValueError, EOFError, zlib.error) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{path}: cannot be read: {error}") from error
-    if path.name.removesuffix(".gz").endswith(".json") and content.removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
+        raise DataError(f"{path}: cannot be read: {error}; needed a whole file of its format") from error
+    if _ends_with(path, (".json", ".json.gz")) and content.removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
         yield from _array_rows(path, content)
         return
     for number, line in enumerate(content.splitlines(), 1):

@@ -314,8 +314,11 @@ def refuse_long(what: str, code: str, tokenizer: Tokenizer, rows: Sequence[TextR
             size = len(tokenizer.encode_prompt(prompt))
             size += 0 if response is None else len(tokenizer.encode(response)) + 1
         except TokenizerError as error:
-            given, _, lack = str(error).removeprefix("given ").partition(", needed ")
-            faults.append(Fault("unmet-requirement", what, given, lack, place))
+            whose, _, said = str(error).partition("given ")
+            given, _, lack = said.partition(", needed ")
+            # One fault of a chat template is one of every row.
+            if not any((fault.given, fault.needed) == (f"{whose}{given}", lack) for fault in faults):
+                faults.append(Fault("unmet-requirement", what, f"{whose}{given}", lack, place))
             continue
         if size > most:
             found.append((place, size))

@@ -39,9 +39,21 @@ def compile_c(source: Path, dtype: torch.dtype, given: Sequence[str] = ()) -> ct
     """The functions of a file for tensors of a dtype of `DTYPES`, compiled with the options `given`, now or by an
     earlier process. Raises OSError or subprocess.TimeoutExpired if it does not compile, or without a compiler."""
     narrow = ["-DBF16"] if dtype == torch.bfloat16 else []
-    command = [*shlex.split(compiler()), *_FLAGS, _HEADERS, *given, *narrow, str(source), "-lm"]
+    try:
+        program = shlex.split(compiler())
+    except ValueError as error:  # an open quotation mark
+        raise OSError(str(error)) from error
+    if not program:
+        raise FileNotFoundError("it names no compiler")
+    command = [*program, *_FLAGS, _HEADERS, *given, *narrow, str(source), "-lm"]
     name = f"{source.stem}-{_key(command, source)}.so"
-    kept = _kept()
+    kept = None
+    try:
+        kept = _kept()
+    except OSError as error:
+        # The same text for all files: a run shows each text once.
+        needed = "a folder that this user alone can write to (PENSTOCK_CACHE=DIR): each start compiles again"
+        warnings.warn(f"compiled code: given {error}, needed {needed}", NodeWarning, stacklevel=3)
     try:
         if kept is not None:
             with suppress(OSError):  # it is missing or damaged, or nothing may be executed from there
@@ -77,20 +89,17 @@ def _key(command: Sequence[str], source: Path) -> str:
     return key.hexdigest()[:32]
 
 
-def _kept() -> int | None:
-    """A descriptor of the folder of libraries; None if it cannot be made, or if others could write to it. It must
-    belong to this user, and no other user may write to it: so all its files are this user's."""
-    try:
-        folder = cache_folder() / "compiled"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return None
+def _kept() -> int:
+    """A descriptor of the folder of libraries. It must belong to this user, and no other user may write to it: so all
+    its files are this user's. Raises OSError if it cannot be made, or if others could write to it."""
+    folder = cache_folder() / "compiled"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     facts = os.fstat(opened)
     if facts.st_uid == os.geteuid() and not stat.S_IMODE(facts.st_mode) & 0o022:
         return opened
     os.close(opened)
-    return None
+    raise PermissionError(f"{folder}, to which other users can write")
 
 
 def _keep(library: Path, kept: int) -> None:

@@ -298,7 +298,7 @@ class _Layers(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         scale = math.sqrt(config.hidden_size) if config.family.scaled_embedding else 1.0
-        self.embed_tokens = WordEmbedding(VocabShard(config.vocab_size), config.hidden_size, scale)
+        self.embed_tokens = WordEmbedding(VocabShard(config.vocab_size), config.hidden_size, scale, config.pad_token_id)
         self.layers = nn.ModuleDict({str(i): _Layer(config, i) for i in range(config.num_hidden_layers)})
         self.norm: nn.Module = Norm(config.hidden_size, config)
 

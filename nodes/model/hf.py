@@ -48,7 +48,7 @@ def torch_dtype(given: str | torch.dtype) -> torch.dtype:
     """The dtype that a flag or a `config.json` names; a dtype is returned as it is. Raises ModelError for one that no
     model computes in."""
     if given not in (*_DTYPES, *_DTYPES.values()):
-        raise ModelError(f"given dtype {given!r}, needed one of: {', '.join(_DTYPES)}")
+        raise ModelError(f"given dtype {given!r}, needed one of: {', '.join(_DTYPES)}, or the torch.dtype")
     return _DTYPES[given] if isinstance(given, str) else given
 
 

@@ -49,12 +49,15 @@ class VocabShard:
         here = (rows >= 0) & (rows < self.count)
         return rows.masked_fill(~here, 0), here
 
-    def look_up(self, words: Tensor, weight_WD: Tensor) -> Tensor:
-        """The row of each word, […, D]."""
+    def look_up(self, words: Tensor, weight_WD: Tensor, pad: int | None = None) -> Tensor:
+        """The row of each word, […, D]. That of the word `pad` gets no gradient."""
+        if pad is not None:
+            pad = pad % self.total - self.first
+            pad = pad if 0 <= pad < self.count else None
         if self.parts == 1:
-            return F.embedding(words, weight_WD)
+            return F.embedding(words, weight_WD, pad)
         rows, here = self.index(words)
-        return self.sum(F.embedding(rows, weight_WD).masked_fill(~here[..., None], 0.0))
+        return self.sum(F.embedding(rows, weight_WD, pad).masked_fill(~here[..., None], 0.0))
 
     def sum(self, own: Tensor) -> Tensor:
         """The sum over the ranks, which all continue with the same numbers."""
@@ -90,18 +93,19 @@ def summed(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class WordEmbedding(nn.Embedding):
-    """An embedding of `words`, times `scale`. Its weights are the rank's own, and uninitialised."""
+    """An embedding of `words`, times `scale`. Its weights are the rank's own, and uninitialised. The word `pad` gets no
+    gradient here, as in transformers."""
 
-    def __init__(self, vocab: VocabShard, width: int, scale: float = 1.0) -> None:
+    def __init__(self, vocab: VocabShard, width: int, scale: float = 1.0, pad: int | None = None) -> None:
         super().__init__(vocab.count, width)
-        self.vocab, self.scale = vocab, scale
+        self.vocab, self.scale, self.pad = vocab, scale, pad
 
     def reset_parameters(self) -> None:
         """Do nothing: weights come from `init_weights` or a file."""
         # To draw numbers for tensors without memory, torch would import its compiler, which takes as long as torch.
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        found_BSD = self.vocab.look_up(tokens_BS, own_part(self.weight))
+        found_BSD = self.vocab.look_up(tokens_BS, own_part(self.weight), self.pad)
         return found_BSD if self.scale == 1 else found_BSD * self.factor(found_BSD.dtype)
 
     def factor(self, dtype: torch.dtype) -> Tensor:

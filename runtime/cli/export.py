@@ -82,7 +82,8 @@ def main(argv: Sequence[str]) -> int:
         facts = {"checkpoint": saved.update, "value": flags.value, "format": flags.to, "bytes": written}
         print(json.dumps({**facts, "folder": str(out)}))
     else:
-        text = f"{flags.value} before update {saved.update}: {many(written)}B in {out} ({flags.to})"
+        updates = f"{saved.update} update{'s' * (saved.update != 1)}"
+        text = f"{flags.value} after {updates}: {many(written)}B in {out} ({flags.to})"
         print(visible(text))
     return 0
 

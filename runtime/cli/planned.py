@@ -171,12 +171,15 @@ def precision_lacks(graphs: Sequence[Graph], cluster: Cluster, device: str, give
                 yield replace(lack, what="--generator-precision")
 
 
-def invariance_lacks(graphs: Sequence[Graph], device: str, meshes: Sequence[str]) -> Iterator[Fault]:
+def invariance_lacks(graphs: Sequence[Graph], device: str, flags: RunOptions) -> Iterator[Fault]:
     """Why log-probabilities of a run on a `device` would not have the same bits wherever they are computed."""
     what = "--invariant"
     if device != "cpu":
         yield Fault("not-invariant", what, f"the device {device}", "--device cpu: kernels of GPUs add up as they like")
-    yield from filter(None, (invariance_lack(pool, mesh) for pool, mesh in read_meshes(meshes).items()))
+    yield from filter(None, (invariance_lack(pool, mesh) for pool, mesh in read_meshes(flags.mesh).items()))
+    if flags.wire:
+        needed = "no --wire: weights then travel as the trainer computes with them"
+        yield Fault("not-invariant", what, f"--wire {flags.wire}", needed)
     for node in (node for graph in graphs for node in graph.nodes if node.precision):
         given, needed = f"weights in {node.precision} (from {node.name})", "a broadcast without a precision"
         yield Fault("not-invariant", what, given, f"{needed}: the trainer computes in its own", node.where)
@@ -192,7 +195,7 @@ def require_precision(graphs: Sequence[Graph], cluster: Cluster, flags: RunOptio
     """Raises CommandError for `precision_lacks` and `invariance_lacks`."""
     lacks = [*precision_lacks(graphs, cluster, flags.device, flags.generator_precision)]
     if flags.invariant:
-        lacks += invariance_lacks(graphs, flags.device, flags.mesh)
+        lacks += invariance_lacks(graphs, flags.device, flags)
     if lacks:
         raise CommandError(faults_text(lacks))
 

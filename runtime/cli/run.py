@@ -99,7 +99,7 @@ def all_lacks(traced: Traced) -> list[Fault]:
             device = "cuda" if planned else choose_device(flags.device, graphs, cluster)
         # First: a plan made for other machines explains why its options do not fit this one.
         faults = [*plan_lacks(traced, cluster), *faults, *precision_lacks(graphs, cluster, device, given)]
-        faults += invariance_lacks(graphs, device, flags.mesh) if flags.invariant else ()
+        faults += invariance_lacks(graphs, device, flags) if flags.invariant else ()
     if here and (flags.cluster or flags.engine != RunFlags.engine):
         faults += engine_lacks(traced)
     if (flags.track or flags.keep_best) and flags.on not in ELSEWHERE:

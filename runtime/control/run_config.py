@@ -617,7 +617,7 @@ def context_of(name: str, graphs: Sequence[Graph], flags: RunOptions, place: Con
             made = next((a for g in graphs for a in g.carried if a.name == carried), None)
             if made is not None:
                 context = context_of(carried, graphs, flags, Context())
-                weights[item.name] = Origin(made.maker, context, graph[item.ref.node].precision)
+                weights[item.name] = Origin(made.maker, context, graph[item.ref.node].precision, flags.wire)
     seen = {option: getattr(flags, option) for option in NODE_OPTIONS}
     own = replace(place, **seen, node=name, options=dict(graph.options), weights=weights)
     return own.evaluation() if held_out else own

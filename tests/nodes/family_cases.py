@@ -45,7 +45,9 @@ def config_of(family: str, base: ModelConfig = CONFIG, **changes: Any) -> ModelC
 
 
 # All families except Llama.
-CONFIGS: dict[str, ModelConfig] = {name: config_of(name) for name in FAMILIES if name != "llama"}
+# Padding that texts have, which gets no gradient as an input.
+PAD = TOKENIZER.encode("1")[0]
+CONFIGS: dict[str, ModelConfig] = {name: config_of(name, pad_token_id=PAD) for name in FAMILIES if name != "llama"}
 
 
 def random_model(config: ModelConfig, seed: int = 3) -> CausalLM:

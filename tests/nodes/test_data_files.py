@@ -401,11 +401,55 @@ def test_an_array_that_holds_no_rows_is_refused(tmp_path: Path, text: str, said:
         open_prompts(Context(data=str(tmp_path / "d.json")))
 
 
-@pytest.mark.parametrize("name", ["d.csv", "d.jsonl", "d"])
-def test_a_file_of_another_format_is_refused_with_the_formats_that_are_read(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("d.csv", "d.csv: given a file of another format"),
+        ("d.JSONL.ZST", "d.JSONL.ZST: given a file of another format"),
+        *((name, f"{name}:1: given a line that is not JSON") for name in ("d.jsonl", "d", "d.txt")),
+    ],
+)
+def test_a_file_of_another_format_is_refused_with_the_formats_that_are_read(
+    tmp_path: Path, name: str, said: str
+) -> None:
     (tmp_path / name).write_text("question,answer\n1+1?,2\n")
-    with pytest.raises(DataError, match=rf"{name}:1: given a line that is not JSON.*\.jsonl.*\.json.*\.parquet"):
+    with pytest.raises(DataError, match=rf"{said}.*\.jsonl.*\.json.*\.parquet"):
         open_prompts(Context(data=str(tmp_path / name)))
+
+
+@pytest.mark.parametrize("name", ["train.csv", "train.jsonl.zst", "more/rows.ARROW"])
+def test_a_directory_with_rows_that_are_not_read_is_refused(tmp_path: Path, name: str) -> None:
+    """Otherwise a run would train on the split that is left: here, the test's."""
+    jsonl(tmp_path / "test.jsonl", ROWS)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("question,answer\n1+1?,2\n")
+    with pytest.raises(DataError, match=rf"given {name}, needed .*\.jsonl.*name the file to read"):
+        open_prompts(Context(data=str(tmp_path)))
+    # The same rows in another format are no loss.
+    (tmp_path / name).rename(tmp_path / "test.csv")
+    assert len(prompts(Context(data=str(tmp_path)))) == len(ROWS)
+
+
+def test_the_suffix_of_a_file_may_be_in_capitals(tmp_path: Path) -> None:
+    jsonl(tmp_path / "Train.JSONL", ROWS)
+    jsonl(tmp_path / "test.jsonl", ROWS[:1])
+    assert len(prompts(Context(data=str(tmp_path)))) == len(ROWS)
+
+
+def test_a_float_of_32_bits_is_the_decimal_that_a_reader_sees(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    single = arrow.array([0.1, 2.5, 1e22], arrow.float32())
+    listed = arrow.array([[0.1], [0.2, None], []], arrow.list_(arrow.float32()))
+    inside = arrow.array([{"x": 0.7, "y": "z"}] * 3, arrow.struct([("x", arrow.float32()), ("y", arrow.string())]))
+    table = arrow.table({"question": ["a", "b", "c"], "answer": single, "l": listed, "s": inside})
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "d.parquet")
+    for field, answers in (
+        ("answer", ["0.1", "2.5", "1e+22"]),
+        ("l", ["[0.1]", "[0.2, null]", "[]"]),
+        ("s.x", ["0.7"] * 3),
+    ):
+        found = prompts(Context(data=str(tmp_path / "d.parquet"), answer_field=field))
+        assert [answer for _, answer in found] == answers
 
 
 def test_a_packed_file_that_is_cut_and_rows_that_are_there_twice_are_refused(tmp_path: Path) -> None:
@@ -508,5 +552,12 @@ def test_check_finds_a_row_that_the_tokenizer_cannot_say_wherever_it_is() -> Non
     with pytest.raises(GraphError) as raised:
         refuse_long("a row", "row-too-long", tokenizer, odd, 100, "at most 100")
     assert [fault.where for fault in raised.value.faults] == ["d.jsonl:9", "d.jsonl:10"]
+    # A chat template that fails does so for each row: it is one fault.
+    tokenizer.template = "{{ raise_exception('no') }}"
+    with pytest.raises(GraphError) as raised:
+        refuse_long("a row", "row-too-long", tokenizer, rows, 100, "at most 100")
+    (fault,) = raised.value.faults
+    assert (fault.where, fault.given) == ("d.jsonl:0", "chat template: one that fails: no")
+    tokenizer.template = None
     assert tokenizer.lacks(["1+é=", "é"]) == {"é"}
     assert suspects(byte_tokenizer(), odd, 100) == []

@@ -44,14 +44,16 @@ from tests.nodes.updating import batch, equal
 # None of these sizes divides another.
 ODD = ModelConfig(301, 36, 52, 3, 6, 2, 10, 128)
 YARN = RopeScaling("yarn", 4.0, original_max_position_embeddings=32, attention_factor=1.125)
+TOKENS = torch.randint(0, 301, (3, 50), generator=torch.Generator().manual_seed(0))
 SHAPES: dict[str, dict[str, Any]] = {
     "untied": {},
     "tied": {"tie_word_embeddings": True, "num_key_value_heads": 6},
     "yarn": {"rope_scaling": YARN},
     "yarn in parts of pairs": {"rope_scaling": replace(YARN, truncate=False, beta_fast=8.0, beta_slow=2.0)},
     "llama3": {"rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, 16)},
+    # Padding in a text learns nothing as an input, and as an output what other words learn.
+    **{f"padding {tied}": {"pad_token_id": int(TOKENS[0, 3]), "tie_word_embeddings": tied} for tied in (True, False)},
 }
-TOKENS = torch.randint(0, 301, (3, 50), generator=torch.Generator().manual_seed(0))
 families = pytest.mark.parametrize("family", FAMILIES)
 others = pytest.mark.parametrize("family", CONFIGS)
 slow = pytest.mark.slow

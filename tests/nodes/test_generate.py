@@ -21,7 +21,8 @@ from tokenizers.models import BPE
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.graph import Context, Metrics, Prompts, Rewards, Rollouts, Weights
+from penstock.graph import Context, Metrics, Policy, Prompts, Rewards, Rollouts, Weights
+from penstock.graph.context import Origin
 from penstock.graph.machine import free_memory
 from penstock.graph.node import Paused
 from penstock.graph.types import NodeWarning, Replies
@@ -417,6 +418,23 @@ def test_mismatch_is_measured_of_the_first_group_of_each_batch(context: Context,
         assert run(other, [ordinals[4]], weights(version))[ordinals[4]][1]["mismatch"] == measured[ordinals[4]]
     greedy = run(make_engine(batches, samples=1, temperature=0.0), range(8), weights())
     assert all("mismatch" not in metrics for _, metrics in greedy.values())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire", "exact"),
+    [
+        *(("float32", wire, wire == "") for wire in ("", "bfloat16", "int8")),
+        *(("bfloat16", wire, wire != "fp8") for wire in ("", "bfloat16", "fp8")),
+    ],
+)
+def test_weights_that_were_rounded_on_the_wire_have_no_mismatch(
+    context: Context, dtype: str, wire: str, exact: bool
+) -> None:
+    """The trainer's own are not here to compare with."""
+    learner = replace(context, dtype=dtype)
+    sent = Weights(0, make_policy(replace(learner, node="policy")).weights())
+    engine = make_engine(replace(learner, weights={"behaviour": Origin(Policy.maker, learner, wire=wire)}), samples=4)
+    assert any("mismatch" in metrics for _, metrics in run(engine, range(2), sent).values()) == exact
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.graph.types import NodeWarning
 from penstock.nodes.model import causal, elementwise
-from penstock.nodes.model.compiled import NoCompilerWarning, compile_c
+from penstock.nodes.model.compiled import NoCompilerWarning, compile_c, compiled_or_warned
 from penstock.nodes.model.decoder import attend_causal
 from penstock.nodes.model.elementwise import ACTIVATIONS, gated, rms_norm, rotate, transposed
 from penstock.nodes.model.kernels import Linear, linear, together
@@ -415,13 +416,15 @@ def test_what_is_not_whole_or_may_be_others_is_compiled_again(tmp_path: Path, co
     # A folder that others may write is neither read nor written.
     kept.chmod(0o777)
     library.unlink()
-    assert number(compile_c(source, torch.float32, ["-DN=1"])) == 2
+    with pytest.warns(NodeWarning, match="given .*compiled, to which other users can write, needed a folder"):
+        assert number(compile_c(source, torch.float32, ["-DN=1"])) == 2
     assert (compilations(), list(kept.iterdir())) == (3, [])
     # Nor is a link, which may be another user's.
     kept.rename(tmp_path / "other")
     (tmp_path / "other").chmod(0o700)
     kept.symlink_to(tmp_path / "other")
-    assert number(compile_c(source, torch.float32, ["-DN=1"])) == 2
+    with pytest.warns(NodeWarning, match="PENSTOCK_CACHE"):
+        assert number(compile_c(source, torch.float32, ["-DN=1"])) == 2
     assert (compilations(), list((tmp_path / "other").iterdir())) == (4, [])
 
 
@@ -436,8 +439,16 @@ def test_a_user_without_a_home_keeps_it_in_a_folder_that_is_its_own(
     assert [number(compile_c(counting(tmp_path, 1), torch.float32, ["-DN=1"])) for _ in range(2)] == [2] * 2
     assert compilations() == 1
     (tmp_path / f"penstock-{os.geteuid()}").chmod(0o777)
-    assert [number(compile_c(counting(tmp_path, 1), torch.float32, ["-DN=1"])) for _ in range(2)] == [2] * 2
+    with pytest.warns(NodeWarning, match="PENSTOCK_CACHE"):
+        assert [number(compile_c(counting(tmp_path, 1), torch.float32, ["-DN=1"])) for _ in range(2)] == [2] * 2
     assert compilations() == 3
+
+
+@pytest.mark.parametrize("given", ["'cc", "", " "])
+def test_a_compiler_that_cannot_be_called_is_as_none(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("CC", given)
+    with pytest.warns(NoCompilerWarning, match="needed a C compiler"):
+        assert compiled_or_warned(Path("none.c"), torch.float32) is None
 
 
 def test_operations_say_what_they_make_without_making_it() -> None:

@@ -233,6 +233,10 @@ def test_a_generator_applies_what_it_is_sent(base: Path, dtype: str) -> None:
     ours, theirs = engine.model.state_dict(), learner.model.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    # Adapters are float32, whatever the model computes in.
+    rounded = {"behaviour": replace(origin["behaviour"], wire="bfloat16")}
+    found = run(make_engine(replace(made, weights=rounded), samples=3), range(4), sent(learner))
+    assert all("mismatch" not in metrics for _, metrics in found.values())
 
 
 def test_other_weights_under_the_adapters_are_named(base: Path, tmp_path: Path) -> None:

@@ -429,9 +429,19 @@ def talk_after(policy: Policy, prompts: Prompts) -> Policy:
     return aipo_update(policy, vines, group_advantage(score(vines, by=length_of_five), vines))
 
 
+@program
+def learnt_from_others(policy: Policy, prompts: Prompts) -> Policy:
+    """The advantages are those of the continuations, the rollouts those that were cut."""
+    behaviour = broadcast(policy)
+    rollouts = generate(prompts, behaviour)
+    vines = generate.named("vines")(prompts, behaviour, after=cut(rollouts, at=after_text), samples=4)
+    return aipo_update(policy, rollouts, group_advantage(score(vines, by=length_of_five), vines))
+
+
 @pytest.mark.parametrize(
     ("name", "codes"),
     [
+        (learnt_from_others, {"unmet-requirement"}),
         (no_rollouts, {"missing-rollouts"}),
         (single_vine, {"too-few-samples"}),
         (none_learnt, {"missing-input"}),

@@ -29,6 +29,7 @@ NOT_COMPUTED = (
     ("--generator-precision int8 --lora 2", INT8_OF_ADAPTERS),
     ("--invariant --generator-precision int8", INVARIANT_INT8),
     ("--invariant --mesh generator=tp2", INVARIANT_TP),
+    *((f"--invariant --wire {wire}", rf"\[not-invariant\].*given +--wire {wire}") for wire in ("bfloat16", "int8")),
 )
 NO_ADAPTERS = (
     ("--lora-targets q_proj", "given +LoRA: targets q_proj without a rank needed +--lora RANK, too"),
