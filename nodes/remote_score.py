@@ -185,13 +185,19 @@ class RemoteScorer:
                 outcome = None, error
             loop.call_soon_threadsafe(settle, *outcome)
 
-        if inspect.iscoroutinefunction(self.by):
-            try:
-                return await self.by(*given), None
-            except BaseException as error:
-                return None, error
-        Thread(target=work, name="remote_score", daemon=True).start()
-        return await answer
+        made: Any
+        try:
+            if inspect.iscoroutinefunction(self.by):
+                made = self.by(*given)
+            else:
+                Thread(target=work, name="remote_score", daemon=True).start()
+                made, error = await answer
+                # A plain function may return what is to be awaited, as an object with an async `__call__` does.
+                if error is not None or not inspect.isawaitable(made):
+                    return made, error
+            return await made, None
+        except BaseException as error:
+            return None, error
 
 
 def _timed(by: RemoteRule, deadline: float) -> RemoteRule:

@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -17,6 +17,7 @@ from penstock.graph import node, requires
 from penstock.graph.context import Context
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.imports import imported, names_function, short
+from penstock.graph.protocols import Source
 from penstock.graph.requires import Call
 from penstock.graph.types import Mean, Metrics, NodeWarning, Rewards, Rollouts
 from penstock.nodes.advantage import uniform_groups
@@ -64,7 +65,7 @@ def answers_that(read: Callable[[str], object]) -> Callable[[Call], None]:
     def check(call: Call) -> None:
         faults = []
         for source in call.sources():
-            for place, answer in islice(source.answers(), MOST_READ) if isinstance(source, FilePrompts) else ():
+            for place, answer in islice(_answers(source), MOST_READ):
                 try:
                     read(answer)
                 except ValueError as error:
@@ -74,6 +75,14 @@ def answers_that(read: Callable[[str], object]) -> Callable[[Call], None]:
             raise GraphError(*faults[:MOST_TOLD])
 
     return check
+
+
+def _answers(source: Source) -> Iterable[tuple[str, str]]:
+    """The reference answers of a source, each with its place: of data that is made up, those of the first group."""
+    if isinstance(source, FilePrompts):
+        return source.answers()
+    first = source.read(0)
+    return [(f"group 0, row {row}", answer) for row, answer in enumerate(getattr(first, "answers", ()), 1)]
 
 
 @requires(answers_that(comparable))

@@ -122,7 +122,8 @@ def isolation() -> tuple[str, ...]:
     command, reason = _find_isolation()
     if reason:
         works = "bubblewrap that works (apt install bubblewrap; a container must allow it user namespaces)"
-        raise SandboxError(reason, f"{works}, or sandbox=False (--no-sandbox), which lets that code do what you can do")
+        own = "sandbox=False (--no-sandbox, if it is the program's option), which lets that code do what you can do"
+        raise SandboxError(reason, f"{works}, or {own}")
     return command
 
 

@@ -102,5 +102,9 @@ def can_decode(call: Call) -> None:
         return
     number = float(temperature) if isinstance(temperature, int | float) else 1.0  # else reported for the option itself
     if lacks := engine_lacks(engine, call.context, number, spec_of(call, "behaviour")):
-        what = f"{call.what}: engine {engine}"
-        raise GraphError(*(Fault("engine-cannot", what, given, needed, call.node.where) for given, needed in lacks))
+        what, flag = f"{call.what}: engine {engine}", f"--engine {OURS}"
+        # The flag does not change a call that names its engine.
+        ours = f'engine="{OURS}" here' if call.options.get("engine") else flag
+        raise GraphError(
+            *(Fault("engine-cannot", what, given, lack.replace(flag, ours), call.node.where) for given, lack in lacks)
+        )

@@ -61,6 +61,9 @@ def read_config(folder: str | Path) -> ModelConfig:
         given = f"{path}: given no such file" if base.is_dir() else f"{base}: given no such directory"
         raise ModelError(f"{given}, needed a model's directory in Hugging Face's format, or a name of its Hub")
     data = read_json(path)
+    if "model_type" not in data and (base / "checkpoints").is_dir():
+        saved = max((base / "checkpoints").glob("*/policy"), default=base / "checkpoints" / "NUMBER" / "policy")
+        raise ModelError(f"{base}: given the folder of a run, needed a model, such as {saved}")
     try:
         return ModelConfig.from_json(data)
     except ModelError as error:

@@ -97,7 +97,9 @@ def unknown_flags(
     strange = [word for word in given if word != "-h" and word.replace("--no-", "--", 1) not in flags]
     said = list[str]()
     for word in strange:
-        why = fixed.get(word.lstrip("-").replace("-", "_"), "")
+        why = fixed.get(name := word.lstrip("-").replace("-", "_"), "")
+        if not why and name in {field.name for field in fields(RunFlags)}:
+            why = ", which `penstock run` has"
         near = "" if why else nearest_flag(word.lstrip("-"), known, options)
         said.append(f"given {word}{why}, needed a flag of `{command}`{about}{near}")
     return "\n".join(said)

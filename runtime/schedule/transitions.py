@@ -150,7 +150,9 @@ def group_failed(state: State, firing: Firing, replica: str, verdicts: Collectio
     if state.failures >= limit:
         waiting = state.update + state.whole
         given = f"given {state.failures} failed firings of groups for update {waiting}"
-        needed = f"needed an update before {state.rules.failures * updates} batches of them have failed (--failures)"
+        each = f"--failures {state.rules.failures}"
+        each += f" for each of {updates} updates under way" * (updates > 1)
+        needed = f"needed an update before {state.rules.failures * updates} batches of them have failed ({each})"
         state.fail(f"{given}; {needed}. The last failure was {state.raised}")
     elif group.ordinal in state.ledger.leaving:
         _leave(state, group)

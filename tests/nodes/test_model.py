@@ -301,6 +301,18 @@ def test_a_directory_that_is_not_there_is_named_and_no_file_in_it(tmp_path: Path
         read_config(tmp_path / "absent")
 
 
+def test_the_folder_of_a_run_is_told_with_its_newest_policy(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text('{"format": 3}')
+    for number in ("NUMBER", "00000040", "00000080"):
+        if number.isdigit():
+            (tmp_path / "checkpoints" / number / "policy").mkdir(parents=True)
+        with pytest.raises(
+            ModelError, match=rf"given the folder of a run, needed a model, such as \S+/{number}/policy"
+        ):
+            read_config(tmp_path)
+
+
 # Model directories: faults are named.
 
 

@@ -123,6 +123,21 @@ def test_a_call_that_fails_is_made_again_and_one_that_always_fails_fails_its_gro
     assert server.tries("7") == 3
 
 
+class Judge:
+    async def __call__(self, prompt: str, response: str, answer: str) -> float:
+        await asyncio.sleep(0)
+        if response == "9":
+            raise ValueError("nine")
+        return float(response)
+
+
+@pytest.mark.parametrize("by", [Judge(), lambda *given: Judge()(*given), partial(Judge())])
+def test_what_a_function_returns_to_be_awaited_is_awaited(by: Any) -> None:
+    found = played(scorer(by), {0: group(0, "1", "2"), 1: group(1, "9")})
+    assert found[0][0].values_N.tolist() == [1.0, 2.0]
+    assert "group 1, row 0: 1 calls failed, the last with ValueError: nine" in str(found[1])
+
+
 def patient(prompt: str, response: str, answer: str, *, timeout: float = 7.0) -> float:
     return timeout
 

@@ -133,6 +133,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         *((f"{verb} .", 2, "holds no run") for verb in ("resume", "report", "replay", "watch", "watch --once")),
         (f"run toy --generators {10**6}", 2, f"--generators {10**6}: given {10**6} ranks on a host .*needed at most"),
         # plan
+        (f"plan toy --engine vllm {WORK}", 2, "given --engine, which `penstock run` has, needed a flag of"),
         ("plan aipo", 2, "--cluster: given nothing"),
         *((f"{verb} aipo --cluster 1x8xH100", 2, "--model: given nothing") for verb in ("plan", "simulate")),
         *((f"{verb} aipo --cluster 0x8xH100 {WORK}", 2, "needed at least 1 host") for verb in ("plan", "simulate")),

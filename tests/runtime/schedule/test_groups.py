@@ -141,7 +141,8 @@ def test_failures_without_an_update_between_them_end_the_run_with_the_last_one(l
     failed = [event for event in made.heard if isinstance(event, Failed)]
     assert len(failed) == max(2 * 2 * (1 + lag), retries + 1)
     assert made.finish.status == "failed"
-    assert "(--failures)" in made.finish.error
+    assert "(--failures 2" in made.finish.error
+    assert (f"for each of {1 + lag} updates" in made.finish.error) == (lag > 0)
     assert failed[-1].error in made.finish.error
 
 
