@@ -419,8 +419,8 @@ class Executor:
             raise GpuLostError(f"{self._device} cannot be used by this process any more: {given}") from error
 
     def _failure(self, firing: Firing, began: float, error: BaseException, *, begun: bool = True) -> Result:
-        """The answer of a firing that raised. `begun`: the node had its inputs. There is none to an UntrustedError: it is
-        raised again, so that the rank answers nothing more."""
+        """The answer of a firing that raised. `begun`: the node had its inputs. An UntrustedError has none: it
+        is raised again, so that the rank answers nothing more."""
         self._require_gpu(error)
         if isinstance(error, UntrustedError):
             raise UntrustedError(f"{self.setup.replica} rank {self.setup.rank}: {error}") from error
