@@ -349,7 +349,8 @@ def fire(stream: Stream, inputs: Mapping[str, Any]) -> Any:
 
 
 class UntrustedError(RuntimeError):
-    """A `Stream` raises it if its results can no longer be trusted: the run stops at once, and retries no firing."""
+    """A node raises it if its results can no longer be trusted. Its rank then answers nothing more, not even for other
+    nodes, which may compute with the same weights; the run stops at once, and retries no firing."""
 
 
 class Filter:

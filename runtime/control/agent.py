@@ -372,6 +372,9 @@ class Agent:
         stderr = self._stderr.pop(name)
         _bound_logs(stderr)  # the last time for this rank
         last_lines = tail(stderr) or tail(self._log)
+        # Nothing in a process causes its SIGKILL: what it has printed is worth a look only if it raised before.
+        if status == -signal.SIGKILL and 'File "' not in last_lines:
+            last_lines = ""
         # In a container this also counts kills of other processes.
         if status == -signal.SIGKILL and (kills := memory_kills() - self._kills) > 0:
             given = f"given {usable_memory_gib():.0f} GiB of memory on host {self._join.host}"

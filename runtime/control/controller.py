@@ -42,6 +42,7 @@ from penstock.runtime.control.messages import (
     SendFailed,
     Setup,
     TooLargeError,
+    Untrusted,
     agent_peer,
     rank_peer,
 )
@@ -216,6 +217,10 @@ class Controller:
                 # Otherwise its host may be gone, which is noticed only later.
                 if not known and not self._do_without(rank_peer(replica, 0), f"it cannot be sent weights: {error}"):
                     self._fail(FailureCode.TRANSFER, error, replica=replica)
+            case Untrusted(error):
+                # From now on no answer is heard, so no update learns. Not even a replica that may be lost is done
+                # without: what its successor computes could not be trusted either.
+                self._fail(FailureCode.UNTRUSTED, error)
             case _ if isinstance(message, Question):
                 for asker, found in self.board.hear(peer, message):
                     if found.error:

@@ -2,7 +2,7 @@
 
 One executor per rank, without a socket: the worker drives it with messages, the in-process driver calls it. A node is a
 function, a function with state, or a `Stream` that works on several firings at once. An exception of a node becomes a
-`Failed` event that says what was raised (see `process.told`).
+`Failed` event that says what was raised (see `process.told`). But an `UntrustedError` ends the executor's use.
 
 `rank_state.py` has what a rank holds and how values move; `checkpointing.py` how its checkpoint shard is written and
 read. `Offloading` decides what leaves the device between updates.
@@ -259,8 +259,6 @@ class Executor:
         """Do one step of a stream. If it raises, all its firings have failed, and it forgets them."""
         try:
             finished = held.state.step()
-        except UntrustedError as error:
-            return [Result(Abort(f"{self.setup.replica} rank {self.setup.rank}: {error}"))]
         except RAISED as error:
             # A stream that raised may have corrupted any of its firings.
             held.state.reset()
@@ -421,8 +419,11 @@ class Executor:
             raise GpuLostError(f"{self._device} cannot be used by this process any more: {given}") from error
 
     def _failure(self, firing: Firing, began: float, error: BaseException, *, begun: bool = True) -> Result:
-        """The answer of a firing that raised. `begun`: the node had its inputs."""
+        """The answer of a firing that raised. `begun`: the node had its inputs. An UntrustedError has none: it
+        is raised again, so that the rank answers nothing more."""
         self._require_gpu(error)
+        if isinstance(error, UntrustedError):
+            raise UntrustedError(f"{self.setup.replica} rank {self.setup.rank}: {error}") from error
         held = self.held.nodes.get(firing.node)
         written = f", written at {held.node.where}" if held is not None and held.node.where else ""
         text = f"{firing} on {self.setup.replica} rank {self.setup.rank}{written}:\n{told(error)}"

@@ -30,6 +30,7 @@ class FailureCode(StrEnum):
     INTERRUPTED = "interrupted"  # the user ends a run in one process at once, without a checkpoint
     RUN_FOLDER = "run-folder"  # the run folder is gone, or cannot be written
     CONTROLLER = "controller"  # the process that drives the run raised or was ended
+    UNTRUSTED = "untrusted"  # a rank reports that what it computes can no longer be trusted
     AGENT_DIED = "agent-died"  # and with it all ranks of its host
     RANK_DIED = "rank-died"  # by a signal, or without a reason
     CHECKPOINT = "checkpoint"  # a rank cannot read its shard of the checkpoint to resume from

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from penstock.graph.node import UntrustedError
 from penstock.runtime.control.executor import Executor, be_deterministic
 from penstock.runtime.control.failure import Failure, FailureCode
 from penstock.runtime.control.messages import Order, Result, signal_name
@@ -131,6 +132,10 @@ def run_in_process(folder: RunFolder, say: Say) -> str:
         raise
     except RecordError:  # the folder cannot be written, so no summary either
         raise
+    except UntrustedError as error:
+        session.fail(Failure(FailureCode.UNTRUSTED, str(error)), monotonic())
+        session.decide(monotonic())
+        status = session.status
     except Exception as error:  # not a node's: that only fails its firing
         folder.require()
         code = FailureCode.CHECKPOINT if isinstance(error, UnreadableError) else FailureCode.CONTROLLER

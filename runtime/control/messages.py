@@ -31,8 +31,8 @@ from penstock.runtime.schedule.events import Abort, Answer, Command, Copied, Eve
 from penstock.runtime.tensor.shm import ObjectRef
 
 # Written twice, since a type cannot be made of a value; a type checker compares them.
-ProtocolVersion = Literal[11]
-PROTOCOL: ProtocolVersion = 11
+ProtocolVersion = Literal[12]
+PROTOCOL: ProtocolVersion = 12
 # Most characters of a text for the user; of a longer one the middle is left out.
 MAX_TEXT = 16 << 10
 # Most bytes of one packed value, in either direction: metadata only. The largest is the manifest of a mixture of
@@ -116,6 +116,12 @@ class SendFailed(Packable, frozen=True):
 
     replica: str
     life: int
+    error: str
+
+
+class Untrusted(Packable, frozen=True):
+    """What this rank computes can no longer be trusted: it answers nothing more, and the run stops at once."""
+
     error: str
 
 
@@ -311,7 +317,7 @@ class Delivery(Packable, frozen=True):
 
 
 Question = Post | Count | Look
-OfRank = Hello | Ready | Results | SendFailed | Note | Question
+OfRank = Hello | Ready | Results | SendFailed | Untrusted | Note | Question
 
 
 class RankMessages(Packable, frozen=True):
@@ -326,6 +332,7 @@ ToController = (
     | Result
     | Results
     | SendFailed
+    | Untrusted
     | Heartbeat
     | SignsOfLife
     | Note

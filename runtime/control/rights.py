@@ -23,6 +23,7 @@ from penstock.runtime.control.messages import (
     Results,
     SendFailed,
     SignsOfLife,
+    Untrusted,
     agent_peer,
     rank_peer,
     shortened,
@@ -33,12 +34,12 @@ from penstock.runtime.tensor.shm import ObjectRef, owner_of
 # The messages that a connection of each role may send after its Hello.
 SAYS: Mapping[str, tuple[type, ...]] = {
     "agent": (AgentReady, Exited, Heartbeat, Leaving, Note, SignsOfLife, RankMessages),
-    "rank": (Ready, Results, SendFailed, Heartbeat, Note),
+    "rank": (Ready, Results, SendFailed, Untrusted, Heartbeat, Note),
     "heartbeat": (Heartbeat, Note, *get_args(Question)),
 }
 
 # Messages with a text for people.
-_TOLD = (Note, Exited, Failed, Abort, SendFailed)
+_TOLD = (Note, Exited, Failed, Abort, SendFailed, Untrusted)
 
 # A peer that does not forward for others may not answer for several ranks.
 NONE: frozenset[int] = frozenset()

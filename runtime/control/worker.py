@@ -16,8 +16,19 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from penstock.graph.node import UntrustedError
 from penstock.runtime.control.listener import WireError, raise_descriptors
-from penstock.runtime.control.messages import EXIT_EXPLAINED, Goodbye, Note, Order, Ready, Result, Results, Setup
+from penstock.runtime.control.messages import (
+    EXIT_EXPLAINED,
+    Goodbye,
+    Note,
+    Order,
+    Ready,
+    Result,
+    Results,
+    Setup,
+    Untrusted,
+)
 from penstock.runtime.control.process import RAISED, keep_freed_memory, serve_forks, told
 from penstock.runtime.control.rendezvous import HeartbeatThread
 from penstock.runtime.control.run_config import RunConfig
@@ -89,6 +100,10 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Heartbeat
         # Only now may the interval grow: the setup may hold the interpreter's lock for long.
         pulse.pace(sum(len(one.ranks) for one in config.plan.replicas))
         return work(client, rank)
+    except UntrustedError as error:
+        traceback.print_exc()
+        client.send(Untrusted(str(error)))
+        return await_goodbye(client)
     except RAISED as error:  # not a node's: that only fails its firing
         traceback.print_exc()
         at = f" at {rank.executor.doing}" if rank.executor.doing else ""
@@ -107,6 +122,15 @@ def await_setup(client: Client) -> Setup | None:
             if isinstance(message, Goodbye):
                 return None
     return None
+
+
+def await_goodbye(client: Client) -> int:
+    """Do nothing more until the controller says goodbye or is gone, and return the exit status. If the rank ended now,
+    transfers of its peers would break, or a successor would be started."""
+    while not client.gone():
+        if any(isinstance(message, Goodbye) for message in client.receive(IDLE)):
+            return 0
+    return 1
 
 
 def work(client: Client, rank: "RankRuntime") -> int:

@@ -12,6 +12,7 @@ import torch
 
 from penstock.graph import broadcast, node, program
 from penstock.graph.context import Context
+from penstock.graph.node import UntrustedError
 from penstock.graph.types import Advantages, Average, Metrics, Policy, Prompts, Rewards, Rollouts, Weights
 from penstock.nodes import ema as averages
 from penstock.nodes.advantage import group_advantage
@@ -167,6 +168,35 @@ def held(policy: HeldPolicy, prompts: FakePrompts, *, holds: str, lag: int = 1) 
     """The program toy. Files in the folder `holds` make it wait at a point until the test has acted there."""
     rollouts = held_generate(prompts, broadcast(policy, lag=lag), samples=4, holds=holds)
     return held_update(policy, rollouts, fake_score(rollouts), holds=holds)
+
+
+class DoubtingEngine(FakeEngine):
+    """Raises UntrustedError once, in the middle of group `doubt`. If it is stepped again, it goes on as if nothing were
+    wrong."""
+
+    def __init__(self, samples: int, slots: int, doubt: int) -> None:
+        super().__init__(samples, 4.0, slots=slots)
+        self.doubt = doubt
+
+    def _make_token(self, group: Any) -> None:
+        if len(group.made) == TOKENS // 2 and group.prompts.ordinals[0] == self.doubt:
+            self.doubt = -1
+            raise UntrustedError("it computes with other weights")
+        super()._make_token(group)
+
+
+@node(pool="generator", init=lambda context, **options: DoubtingEngine(slots=context.slots, **options))
+def doubting_generate(
+    engine: DoubtingEngine, prompts: Prompts, behaviour: Weights, *, samples: int, doubt: int
+) -> tuple[DoubtingEngine, Rollouts]:
+    raise NotImplementedError("workers drive the engine itself")
+
+
+@program
+def doubting(policy: FakePolicy, prompts: FakePrompts, *, doubt: int, lag: int = 1) -> FakePolicy:
+    """A generator finds out in the middle of a group that its results cannot be trusted."""
+    rollouts = doubting_generate(prompts, broadcast(policy, lag=lag), samples=4, doubt=doubt)
+    return fake_update(policy, rollouts, fake_score(rollouts))
 
 
 class SlowExport(FakePolicy):

@@ -1,4 +1,4 @@
-"""AIPO whose generator dies once, while vLLM loads the third version of the weights."""
+"""AIPO whose generator dies once, while vLLM loads the third version of the weights, or whose vLLM loads wrong ones."""
 
 import os
 import signal
@@ -46,4 +46,31 @@ def dying_generate(
 @program
 def dies_in_a_swap(policy: Policy, prompts: Prompts, *, died: str, lag: int = 1, lr: float = 1e-3) -> Policy:
     rollouts = dying_generate(prompts, broadcast(policy, lag=lag), samples=8, died=died)
+    return aipo_update(policy, rollouts, group_advantage(score(rollouts, by=math_answer)), lr=lr)
+
+
+def open_wrong(context: Context, **options: Any) -> GroupStream:
+    stream = open_engine(context, engine="vllm", **options)
+    from penstock.nodes.generate.vllm_weights import LinkedWeights
+
+    loads = LinkedWeights.receive_weights
+
+    def receive(self: LinkedWeights, info: Any) -> None:
+        wrong = {name: tensor + 0.5 * ("layers.1.mlp.down_proj" in name) for name, tensor in info.tensors.items()}
+        loads(self, replace(info, tensors=wrong))
+
+    setattr(LinkedWeights, "receive_weights", receive)  # noqa: B010
+    return stream
+
+
+@node(pool="generator", init=open_wrong)
+def wrong_generate(
+    stream: GroupStream, prompts: Prompts, behaviour: Weights, *, samples: int = 8
+) -> tuple[GroupStream, Rollouts, Metrics]:
+    raise NotImplementedError("workers drive the engine itself")
+
+
+@program
+def loads_wrong_weights(policy: Policy, prompts: Prompts, *, lag: int = 1, lr: float = 1e-3) -> Policy:
+    rollouts = wrong_generate(prompts, broadcast(policy, lag=lag), samples=8)
     return aipo_update(policy, rollouts, group_advantage(score(rollouts, by=math_answer)), lr=lr)

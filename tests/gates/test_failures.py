@@ -4,8 +4,9 @@ A node that raises is named with its group and traceback. The run fails, or the 
 """
 
 import os
+import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from time import sleep
@@ -13,11 +14,14 @@ from typing import Any
 
 import pytest
 
+from penstock.runtime.cli.report import recorded_steps
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.messages import MAX_BYTES
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.sockets import SILENCE
+from penstock.runtime.record.event_log import read_log
 from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.schedule.events import Abort, Done
 
 from .running import (
     ENDLESS,
@@ -44,6 +48,7 @@ from .running import (
 
 pytestmark = pytest.mark.timeout(400)
 LONG = {"lag": 1, **delays(generate=20.0, score=2.0, update=10.0)}
+MESH = ("generator=tp2",)
 POOLS = ("generator", "scorer", "trainer")
 
 
@@ -234,6 +239,48 @@ def test_a_reward_function_that_raises_fails_the_run_with_its_traceback(tmp_path
         assert "ZeroDivisionError" in error
     assert found["fates"].get("failed", 0) <= 1
     assert len(rows(folder)) < 2  # group 5 belongs to the second update, which did not end
+
+
+DOUBTED = 2 * BATCH + 1
+
+
+def doubting_run(path: Path, *, meshes: Sequence[str] = (), **flags: Any) -> Path:
+    """Make a run whose generator does not trust its results from the third update's second group on."""
+    used = toy_flags(updates=ENDLESS, batch=BATCH, retries=3, **flags)
+    return make_run(path, f"{FAULTS}doubting", {"doubt": DOUBTED}, used, meshes=meshes)
+
+
+def assert_nothing_was_learnt_from_the_doubted(folder: Path) -> None:
+    found = summary(folder)
+    assert (found["status"], found["cause"]) == ("failed", "untrusted")
+    assert re.fullmatch("generator/0 rank [01]: it computes with other weights", found["error"])
+    assert found.get("retried", 0) == 0
+    assert [row["update"] for row in rows(folder)] in ([], [0], [0, 1])
+    (stage,) = replayed(folder)
+    assert stage.outcomes["consumed"] <= 2 * BATCH
+    events = [step.event for segment in read_log(folder / "events.log") for step in recorded_steps(segment.stages[0])]
+    made = {e.firing.index for e in events if isinstance(e, Done) and e.firing.node == "doubting_generate"}
+    assert max(made, default=0) < DOUBTED
+    assert isinstance(events[-1], Abort)
+
+
+@pytest.mark.parametrize(
+    ("flags", "meshes"),
+    [({"on_failure": "replace"}, ()), ({"lost_replica": "replace"}, ()), ({"lost_replica": "replace"}, MESH)],
+)
+def test_no_update_learns_from_a_generator_that_no_longer_trusts_its_results(
+    tmp_path: Path, flags: dict[str, str], meshes: Sequence[str]
+) -> None:
+    """It is neither tried again nor replaced by another."""
+    errors, found = run_to_failure(folder := doubting_run(tmp_path / "r", meshes=meshes, **flags))
+    assert_nothing_was_learnt_from_the_doubted(folder)
+    assert ("Traceback" in errors, "replicas" in found) == (False, False)
+
+
+def test_no_update_learns_from_what_is_not_trusted_in_one_process_either(tmp_path: Path) -> None:
+    status, lines = status_here(folder := doubting_run(tmp_path / "r"))
+    assert (status, lines[-1]["code"]) == ("failed", "untrusted")
+    assert_nothing_was_learnt_from_the_doubted(folder)
 
 
 def test_an_address_that_a_host_does_not_have_is_said_in_a_line(tmp_path: Path) -> None:

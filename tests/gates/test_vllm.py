@@ -18,7 +18,7 @@ import pytest
 
 from tests.nodes.tiny_model import CONFIG, TOKENIZER, model, save
 
-from .running import HERE, penstock, rows, summary
+from .running import HERE, penstock, replayed, rows, summary
 
 PYTHON = os.environ.get("PENSTOCK_VLLM", "")
 # Nats: the rounding of float32.
@@ -235,6 +235,22 @@ def test_a_generator_that_dies_within_a_swap_is_named_and_the_run_goes_on_from_i
     assert again.returncode == 0, again.stderr
     assert summary(run)["updates"] == 5
     assert 0 < max(measured(run)) < CLOSE
+
+
+def test_no_update_learns_from_tokens_of_weights_that_vllm_does_not_compute_with(tmp_path: Path) -> None:
+    """Half of the rows wait for a slot when the first comparison fails; firings that fail would be tried again."""
+    run, program = tmp_path / "run", f"{HERE / 'programs_for_vllm.py'}:loads_wrong_weights"
+    words = ("run", program, "--model", "new", "--cluster", cluster_file(tmp_path), *FLAGS, "--retries", "3")
+    ended = penstock(*words, "--updates", "4", "--max-tokens", "24", "--eval-groups", "0", "--out", str(run))
+    assert ended.returncode == 1
+    found = summary(run)
+    assert found["cause"] == "untrusted"
+    assert "[mismatch]" in found["error"]
+    assert found["error"].endswith("suspected: model.layers.1.mlp.down_proj.weight")
+    assert found["error"] in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert (found["updates"], rows(run)) == (0, [])
+    assert replayed(run)[-1].outcomes["consumed"] == 0
 
 
 def test_what_vllm_cannot_do_is_refused_before_a_run(tmp_path: Path) -> None:

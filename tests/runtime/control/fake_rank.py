@@ -1,7 +1,8 @@
 """A fake rank: it connects, sends Ready and waits for its Goodbye, without torch or nodes.
 
-FAKE_RANK says how it misbehaves. "raise": it ends with a traceback. "deaf": it ignores its Goodbye and the loss of the
-controller. "family": as "deaf", with a child process of its own. "loud": it prints numbered lines without end.
+FAKE_RANK says how it misbehaves. "raise": it ends with a traceback. "raised": it prints one and goes on.
+"deaf": it ignores its Goodbye and the loss of the controller. "family": as "deaf", with a child process of its own.
+"loud": it prints numbered lines without end.
 """
 
 import json
@@ -9,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import traceback
 from itertools import count
 from pathlib import Path
 from time import monotonic, sleep
@@ -42,8 +44,13 @@ def main() -> None:
     create_segment(segment_name(join.run, owner, 0), 1, [SHM])  # as a killed store leaves it
     print("out of a rank")
     print("said by a rank", file=sys.stderr, flush=True)
-    if mode == "raise":
-        raise MemoryError("no room for a model")
+    if mode in ("raise", "raised"):
+        try:
+            raise MemoryError("no room for a model")
+        except MemoryError:
+            if mode == "raise":
+                raise
+            traceback.print_exc()
     if mode == "family":
         subprocess.Popen(["sleep", "1000"])
     pulse = HeartbeatThread(join, replica, rank).start()

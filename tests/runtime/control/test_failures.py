@@ -43,6 +43,7 @@ from penstock.runtime.control.messages import (
     Results,
     Setup,
     TooLargeError,
+    Untrusted,
     pack,
     unpack,
 )
@@ -53,7 +54,7 @@ from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.control.sockets import SILENCE, Client
 from penstock.runtime.record.checkpoints import SavedCheckpoint
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.schedule.events import Abort, Failed, Finish, Fire, Free
+from penstock.runtime.schedule.events import Abort, Done, Failed, Finish, Fire, Free, Published
 from penstock.runtime.tensor.shm import ObjectRef
 from tests.gates.running import make_run
 
@@ -63,6 +64,7 @@ from .sockets import Bench, until
 
 
 SINCE, BEFORE, LATER = 100.0, 99.9, 100.1
+MESH = ("generator=tp2",)
 TRANSFER = Failure(FailureCode.TRANSFER, "a transfer broke", ("agent:a", "agent:b"))
 DEATH = Failure(FailureCode.RANK_DIED, "generator/0 rank 0 died")
 
@@ -276,6 +278,32 @@ def test_a_death_that_is_heard_after_the_whole_machine_has_stood_still_is_said(
     agent.send(Exited("trainer/0", 0, 77, 0, 9, ""))
     assert ended_by(controller) == (FailureCode.RANK_DIED, "trainer/0 rank 0 died: killed by SIGKILL (pid 77)")
     agent.close()
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("before", [Abort("generator/0 rank 0: connection lost"), None])
+def test_results_that_are_not_trusted_end_a_run_in_the_turn_that_hears_it_and_what_follows_changes_nothing(
+    b: Bench, tmp_path: Path, before: Abort | None
+) -> None:
+    """Even if the generator may be lost, and what one of its ranks reports may follow from the loss of another."""
+    run = RunFolder.open(make_run(tmp_path / "r", "toy", {}, RunOptions(lost_replica="replace"), meshes=MESH))
+    controller = Controller(run, config := RunConfig.load(run), b.server, Session(config, Mock(spec=RunRecorder)), None)
+    session, doubt = controller.session, Untrusted("generator/0 rank 0: other weights")
+    session.begin(monotonic(), {})
+    controller._hear("generator/0:0", Results((Result(before),)) if before else Heartbeat())
+    controller._hear("generator/0:0", doubt)
+    stage = session.stage
+    assert stage is not None
+    version = stage.scheduler.update
+    fed = [answer for answer in stage.scheduler.answers if isinstance(answer, Done | Published)]
+    assert fed
+    stage.feed = Mock(wraps=stage.feed)  # type: ignore[method-assign]
+    controller._hear("trainer/0:0", Results(tuple(map(Result, fed))))
+    controller._hear("agent:local", Exited("generator/0", 1, 77, 0, 9, ""))
+    controller._turn()
+    assert ended_by(controller) == (FailureCode.UNTRUSTED, doubt.error)
+    assert [call.args[0] for call in stage.feed.mock_calls] == [Abort(doubt.error)]
+    assert stage.scheduler.update == version
 
 
 def test_a_transfer_that_breaks_without_a_death_is_said_after_a_moment(b: Bench, controller: Controller) -> None:

@@ -342,7 +342,7 @@ def test_of_what_a_rank_prints_without_end_the_newest_is_kept(b: Bench) -> None:
         assert all(log.stat().st_size < LOG_BYTES for log in logs)
 
 
-def test_a_rank_that_is_killed_is_told_of_with_the_signal(b: Bench) -> None:
+def test_a_rank_that_is_killed_is_told_of_with_the_signal_alone_whatever_it_had_printed(b: Bench) -> None:
     with agent(b):
         heard(b, AgentReady)
         b.server.send("agent:b", Launch("generator/0", 0))
@@ -350,7 +350,15 @@ def test_a_rank_that_is_killed_is_told_of_with_the_signal(b: Bench) -> None:
         os.kill(pid, signal.SIGKILL)
         exited = heard(b, Exited)
         assert (exited.pid, exited.status, exited.signal) == (pid, 0, 9)
-        assert exited.reason.startswith(f"killed by SIGKILL (pid {pid})")
+        assert exited.reason == f"killed by SIGKILL (pid {pid})"
+
+
+def test_a_rank_that_raised_before_it_was_killed_is_told_of_with_its_traceback(b: Bench) -> None:
+    with agent(b, mode="raised"):
+        heard(b, AgentReady)
+        b.server.send("agent:b", Launch("generator/0", 0))
+        os.kill(heard(b, Ready).pid, signal.SIGKILL)
+        assert heard(b, Exited).tail.splitlines()[-1] == "MemoryError: no room for a model"
 
 
 # An agent that sees one more process killed by the kernel each time it asks.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from penstock.graph import Context
 from penstock.graph.ir import Firing
+from penstock.graph.node import UntrustedError
 from penstock.graph.types import Rewards
 from penstock.nodes.curriculum import Varied
 from penstock.nodes.fake import FakePolicy, FakePrompts
@@ -235,6 +237,19 @@ def test_an_exception_that_a_stream_answers_with_fails_that_firing_alone(tmp_pat
     where, _, said = failed.event.error.partition(":\n")
     assert re.fullmatch(r"basket\[1\] on worker/0 rank 0, written at .+\.py:\d+", where)
     assert said == "ZeroDivisionError: one egg cracked\n"
+
+
+@pytest.mark.parametrize("way", ["submit", "step", "answer"])
+def test_a_rank_that_does_not_trust_a_result_answers_for_none_of_its_firings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Whether its stream raises it, or answers with it for one group: the other groups of the step are not answered."""
+    executor, doubt = make(tmp_path), UntrustedError("other weights")
+    (held,) = executor.held.streams
+    monkeypatch.setattr(held.state, way, Mock(**{"return_value" if way == "answer" else "side_effect": doubt}))
+    fire(executor, "prompts", range(3))
+    with pytest.raises(UntrustedError, match=r"^worker/0 rank 0: other weights$"):
+        [*fire(executor, "basket", range(3)), *executor.step()]
 
 
 def fate_of_rewards(folder: Path, given: int, traced: Any = graded, node: str = "grade") -> Any:
