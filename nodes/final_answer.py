@@ -20,9 +20,9 @@ _DIGITS = (
 )
 _MONEY = r"(?:[A-Z]{0,2}[$€£¥₹₩₽]|(?:USD|EUR|GBP|Rs\.?)\s?)"
 # Possessive, so that no part of "12,34" or "1.2.3" is taken for a number. A minus belongs to the number unless it
-# follows something to subtract from.
+# follows something to subtract from, or a space follows it, as in "Answer - 12".
 _NUMBER = re.compile(
-    rf"""(?P<sign>(?:(?<![\w.)−-])(?:[−-]\s?|–){_MONEY}?|{_MONEY}[−-]?)?)
+    rf"""(?P<sign>(?:(?<![\w.)−-])[−–-]{_MONEY}?|{_MONEY}[−-]?)?)
     (?:(?<![0-9.])|(?<=Rs\.))(?<![0-9][,/eExX])
     (?:(?P<whole>[0-9]++)\s++(?=[0-9]++/[0-9])|(?![0-9]++\s++[0-9]++/[0-9]))
     (?P<top>{_DIGITS})(?:\s?/\s?(?P<bottom>[−-]?{_DIGITS})|(?!\s?/\s?[−-]?\.?[0-9]))
@@ -41,17 +41,27 @@ _LATEX = [
     for pattern, plain in (
         (r"\\!\s*|\\(?:left|right|displaystyle)\b|[\u200b-\u200d\u2060\ufeff]", ""),
         (r"[\u2010-\u2012\ufe63\uff0d]", "-"),
-        *((rf"([0-9]?)\s?{sign}", rf"\1 {plain} ") for sign, plain in _FRACTIONS.items()),
-        (r"(^|[=($:{,] ?)([−-])\s+(?=\\[dt]?frac)", r"\1\2"),
+        # A fraction ends a number before it, but a minus before it is its own.
+        (rf"(?<=[0-9])\s?(?=[{''.join(_FRACTIONS)}])|(?<=[^\s−-])(?=\\[dt]?frac)", " "),
+        *((sign, f"{plain} ") for sign, plain in _FRACTIONS.items()),
+        # A minus with a space after it: that of a whole text, or one that follows a mark of an expression.
+        (
+            rf"(\A\s*[−-])\s+(?=\S+\s*\Z|\\[dt]?frac)|([=($\{{,] ?[−-])\s+(?=\\?{_MONEY}?[0-9.]|\\[dt]?frac)",
+            r"\1\2",
+        ),
         (r"(?<![A-Za-z])([cdkm]?m|ft|yd|mi|in)[23](?![\w.])", r"\1"),
         # A mark of a list or a minus; a dash between words or a minus.
-        (rf"(?<=\n)[ \t]*-[ \t]+(?={_MONEY}?[0-9.])|(?<!\S)—(?={_MONEY}?[0-9.])", "≈"),
+        (rf"(?:\A|(?<=[\n:]))[ \t]*-[ \t]+(?={_MONEY}?[0-9.])|(?<!\S)—(?={_MONEY}?[0-9.])", "≈"),
+        # Emphasis of Markdown, and JSON.
+        (r"(?<![\w^)}\]$∫])(__?)([^_\n]{1,40})\1(?!\w)", r" \2 "),
+        (r"\{(\s?\"[^{}\n]{1,80})\}", r"\1"),
+        (r"(?<=[0-9])\s?\.{2,3}(?=\s?[0-9])", " … "),
         (r"\\q?quad\b", "  "),
         (r"(?:\^\s*+\{?+\s*+\\circ\s*+\}?|°)(?:\s*+(?:\\(?:text|mathrm)\s*\{\s*[CF]\s*\}|[CF]\b))?", ""),
         (r"\{,\}|(?<=[0-9])\\,(?=[0-9]{3})", ","),
-        (r"\\[dt]?frac\s*\{\s*([−-]?[0-9.,]+)\s*\}\s*\{\s*([−-]?[0-9.,]+)\s*\}", r" \1/\2 "),
-        (r"\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*([0-9])|\\[dt]?frac\s*([0-9])\s*\{?([0-9]+)\}?", r" \1\3/\2\4 "),
-        (r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}", r" \1 "),
+        (r"\\[dt]?frac\s*\{\s*([−-]?[0-9.,]+)\s*\}\s*\{\s*([−-]?[0-9.,]+)\s*\}", r"\1/\2 "),
+        (r"\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*([0-9])|\\[dt]?frac\s*([0-9])\s*\{?([0-9]+)\}?", r"\1\3/\2\4 "),
+        (r"\\(?:text|mathrm|mbox|textbf|mathbf|underline)\s*\{([^{}]*)\}", r" \1 "),
         (r"\\([$%])", r"\1"),
         (r"</?[A-Za-z]\w{0,20}>", " "),
         (r"(?<![^\s(=$])~(?=\s?[$0-9.])", "≈"),
@@ -75,9 +85,11 @@ _TWO_READINGS = re.compile(
 # "2024-05-05" and "0.333..." are parts of one, too, as is a number after a minus with a mark between them: -(5),
 # -**5**.
 _FUNCTIONS = "sqrt|log|ln|sin|cos|tan"
+_PARTS = (
+    "halves|thirds|(?:third|quarters?)(?= of)|(?:fourth|fifth|sixth|seventh|eighth|ninth)s"
+    "|(?:tenth|hundredth|thousandth|millionth)s?"
+)
 _UNEQUAL, _EQUAL = r"(?<![\w)}\]])!=", re.compile(r"(?<![^\w)}\]]!)=")
-_LARGER = "hours?|hrs?|minutes?|mins?|feet|foot|ft|pounds?|lbs?|dollars?|euros?|years?|months?|weeks?|days?|k[gm]|l|m"
-_SMALLER = "minutes?|mins?|seconds?|secs?|inch(?:es)?|cents?|ounces?|oz|months?|weeks?|days?|hours?|[cm]?m|g|ml"
 _ANY = re.compile("")
 _WITHIN = (
     (
@@ -86,7 +98,9 @@ _WITHIN = (
             r"|[0-9][)}]*(?:[*×·⋅÷+](?!\s)|[ \t]+(?:[*×·⋅÷+]|(?i:times|plus|(?:divided|multiplied) by))"
             r"(?=[ \t]+[−-]?\s*$))|[0-9][ \t]?(?:(?:%|(?i:percent))[ \t]+of|[ \t](?i:mod|choose))"
             rf"|[0-9][ \t]?(?i:{'|'.join(_SCALES)})s?(?: and)?(?=[ \t]+$)"
-            rf"|\b(?i:not|than|about|approximately|approx\.?|roughly|around|nearly|almost"
+            r"|(?i:\bnot|n['’]t|\bcannot)(?:\s+(?:be|equals?))?(?:\s+to)?\s*$"
+            r"|(?:^|\b(?:is|are|was|be|has|takes?)\s+)(?i:over|under|up to)[\s*$]*$"
+            rf"|\b(?i:than|about|approximately|approx\.?|roughly|around|nearly|almost"
             rf"|(?:minus|negative|twice|half|double|root|{_FUNCTIONS})(?:\s+of)?))\s*[−-]?\s*$"
             r"|(?:(?<![\w.)])[−–-](?:[(\[{|`_*]+| \()\s?|\*\*[−–-]\*\*"
             r"|(?:\b[fgh]|floor|ceil|abs|gcd|lcm|min|max)\(|[0-9]\)\s?\(|[0-9]{4}-[0-9]{1,2}-)$"
@@ -98,35 +112,55 @@ _WITHIN = (
         _ANY,
         _ANY,
         re.compile(
-            r"!|\s*(?:[\^_{}]|\\|\*\*\s*[0-9(]|[√π])|[ijkKMBTnxyz]\b|[¹²³⁰⁴-⁹₀-₉½⅓⅔¼¾⅛]"
-            r"|\s*(?:squared|cubed|factorial|pi|tenths?|hundredths?|thousandths?|millionths?|[bm]n|lakhs?|crores?)\b"
+            r"!|\s*(?:[\^_{}]|\\|\*\*\s*[0-9(]|[√π])|[ijkKMBTnxyz]\b|[¹²³⁰⁴-⁹₀-₉½⅓⅔¼¾⅛]|\+(?=\s|\Z)|-?ish\b"
+            rf"|\s*(?:squared|cubed|factorial|pi|{_PARTS}|[bm]n|lakhs?|crores?)\b"
+            rf"|[ \t]+(?:or[ \t]+(?:more|less|fewer|so)|and[ \t]+(?:a|one)[ \t]+(?:half|quarter|{_PARTS}))\b"
             rf"|(?:{'|'.join(rf'(?<=[.][0-9]{{{n}}})' for n in range(1, 9))})(?:\.\.|…)"
         ),
     ),
-    # A quantity of two units, such as "5 hours 30 minutes" or "$5 and 25 cents". A comma would begin another thought.
+    # "Between five and 10", "a third of 10", "x - 10".
     (
-        re.compile(rf"[0-9][ \t]?(?:{_LARGER})(?:[ \t]and)?[ \t]$|\$[0-9.]+ and $"),
-        _ANY,
-        re.compile(rf"[ \t]?(?:{_SMALLER})\b"),
-    ),
-    # A range or a difference: 5-10, 5 - 10, "between 5 and 10". A choice, "5 or 10"; but "0.05 or 5%" are equal.
-    (
-        re.compile(r"[0-9]%?(?:[−–-]\$?|[ \t]–[ \t])$|\bbetween[ \t]\$?[0-9][^\n]{0,15}[ \t]and[ \t]$"),
+        re.compile(
+            rf"\b(?i:between)\b[^\n.;:=]*\band[\s*_`$]+$|(?:/[0-9]+|\b(?:{_PARTS}))[ \t]+of[ \t]+$"
+            r"|(?<![A-Za-z'])[b-zB-Z] ?[−-] ?\$?$"
+        ),
         _ANY,
         _ANY,
     ),
-    (re.compile(r"[0-9]%?[ \t]$"), re.compile(r"[−-][ \t]"), _ANY),
-    (re.compile(r"(?<![0-9.,/])[0-9]+[ \t]or[ \t]$"), re.compile(r"[0-9]+\Z"), _ANY),
     # The minutes of a time, "at 10:30", the fraction of "2 and 3/4", and |-5|, whose value is 5.
     (re.compile(r"\b(?:at|is|by|until) (?:[01]?[0-9]|2[0-3]):$"), re.compile(r"[0-5][0-9]\Z"), _ANY),
     (re.compile(r"[0-9][ \t]and[ \t]$"), re.compile(r".+/", re.DOTALL), _ANY),
-    (re.compile(r"\|$"), re.compile(r"\D*[−–-]"), _ANY),
+    (re.compile(r"(?<![A-Za-z]{2})\|$"), re.compile(r"\D*[−–-]"), _ANY),
 )
-# What makes the first number after "####" a part of more than a number.
+# Units of each quantity, from the largest to the smallest; forms of one unit, without the "s" of a plural, have "/".
+_LADDERS = (
+    "year/yr month/mo week/wk day/d hour/hr/h minute/min/m second/sec/s",
+    "mile/mi kilometer/kilometre/km yard/yd meter/metre/m foot/feet/ft/' inch/inche/in/\" centimeter/cm millimeter/mm",
+    "ton/tonne/t kilogram/kilo/kg pound/lb ounce/oz gram/g milligram/mg",
+    "gallon/gal quart/qt pint/pt cup liter/litre/l milliliter/millilitre/ml",
+    "dollar/pound/euro/$/£/€ cent/penny/pennie/pence/¢",
+    "percent/%",
+)
+_PERCENT = {_LADDERS[-1]: 0}
+# What may join two numbers, with the unit of the first before it; marks and currency are taken out before.
+_MARKS = re.compile(rf"[*_`{{}}\\]|{_MONEY}")
+_BETWEEN = re.compile(
+    rf"""[ \t]*(?P<unit>[%'"¢]|{_NOT_COUNTED}[a-z]+)?(?:[ \t]+{_NOT_COUNTED}[a-z]+(?=.*(?:[−–—-]|\b(?:or|to)\b)))?
+    (?:[ \t]*(?P<dash>[−–—-]+|…)[ \t]*\(?|,?\s*-?\b(?P<word>or|to)\b-?\s*(?:(?P<unknown>[a-z])\s*=\s*)?
+    |[ \t]*(?P<part>,|and\b|)[ \t]*)[−–-]?""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_UNIT_AFTER = re.compile(r"[ \t*_`$-]{0,9}([%'\"¢]|[A-Za-z]+)")
+_SENTENCE_END = re.compile(r"[.!*_`$)]*\s*(?:\n|\Z)")
+# Before a number: what makes it the last of an expression, whose value may follow ("$30 + $160 or $190"), and the name
+# of an unknown; that in "2x = 10, or x = 5" is a part of an equation.
+_OPERATED = re.compile(r"\w[ \t]*[+/×÷][ \t]*\$?$|[0-9)%](?:[*−-]|[ \t]+[*−-][ \t]+)\$?$")
+_NAMED = re.compile(r"(?<![\w+/−-])(?<![+/−-] )([A-Za-z])\s*=[\s$]*$")
+_MINUS = re.compile("[−–-]")
+# What makes the first number after "####" a part of more than a number, besides the next number (see `_joined`).
 _GOES_ON = re.compile(
-    rf"[ \t]*+(?:\+|[*×·÷<>≈] ?[−$(-]*[0-9\\]|[−–-] ?\$?\(?[0-9]|[,;] ?[−$-]*[0-9]|(?:%|percent)[ \t]+of[ \t]"
-    rf"|(?<!\w)(?:(?:and|or|to|x|mod|choose|times|plus|minus)[ \t]+[−$(-]*[0-9]|[ixyz][ \t.]*$)"
-    rf"|(?:{_LARGER})(?:[ \t]and)?[ \t][0-9.]+[ \t]?(?:{_SMALLER})\b)|[ \t]+[0-9]",
+    r"[ \t]*+(?:\+|[*×·÷<>≈] ?[−$(-]*[0-9\\]|[,;] ?[−$-]*[0-9]|:[0-9]|(?:%|percent)[ \t]+of[ \t]"
+    r"|(?<!\w)(?:(?:and|x|mod|choose|times|plus|minus|R|remainder)[ \t]+[−$(-]*[0-9]|[ixyz][ \t.]*$))",
     re.MULTILINE,
 )
 # The same of a box, such as \boxed{3}^2, 2\boxed{3}, \sqrt{\boxed{3}} or -\boxed{3}. Degrees are a unit.
@@ -167,6 +201,8 @@ _CHOSEN = re.compile(
 _LIST = re.compile(r"\s*\$?\s?(?:\\left)?(\(|\\\{)([^(){}\[\]]*)(?:\\right)?(?:\)|\\\})\s?\$?\s*")
 # Before a "=" in a box: another unknown.
 _UNKNOWN = re.compile(r",\s*\\?[A-Za-z]\w{0,9}\s*$")
+# A reference that is a range of two numbers, which algebra would subtract.
+_RANGE = re.compile(r"[$\s]*[0-9.,]+%?\s*[−–—-]+\s*\$?[0-9.,]+[%$\s]*")
 # Characters before a number that are searched for its expression; bounded, so that no text takes long.
 _NEAR = 40
 # What may be around a number that is an answer by itself: currency, words and units.
@@ -184,7 +220,7 @@ def comparable(answer: str) -> Fraction | None:
     """
     number = number_of(answer)
     missing = symbolic_math.lack() if number is None else ""
-    if missing or not answer.strip():
+    if missing or not _final_part(answer).strip():
         raise ValueError(
             f"given the reference answer {answer!r:.200}, needed a number, or {missing or 'another answer'}"
         )
@@ -206,6 +242,8 @@ def equals(response: str, answer: str) -> bool | None:
             return False
     if needed is not None:
         return final_number(response) == needed
+    if _RANGE.fullmatch(_final_part(answer)):
+        return _final_part(response).strip() == _final_part(answer).strip()
     if response.strip() == answer.strip():  # math-verify finds no word without marks around it
         return True
     boxed, given = _last_boxed(response), _final_part(response).strip()
@@ -246,16 +284,76 @@ def final_number(text: str) -> Fraction | None:
     matches = list(_NUMBER.finditer(plain))
     if not matches:
         return None
-    match = matches[0 if FINAL in text else -1]
-    if FINAL in text and _GOES_ON.match(plain, match.end()):
+    place = 0 if FINAL in text else len(matches) - 1
+    if FINAL in text and _goes_on(matches, 0):
         # 5 + 3 = 8
-        _, equal, after = plain[match.start() :].partition("\n")[0].rpartition("=")
-        found = _NUMBER.search(after) if equal else None
-        if found is None or _GOES_ON.match(after, found.end()):
+        begin = matches[0].start()
+        line = begin + len(plain[begin:].partition("\n")[0])
+        equal = plain.rfind("=", begin, line)
+        place = next((i for i, match in enumerate(matches) if 0 <= equal < match.start() < line), 0)
+        if not place or _goes_on(matches, place):
             return None
-        match = found
+    match = matches[place]
     # A text that ends with an expression does not end with a number in it.
-    return None if _is_within(match) else _value(match)
+    return None if _is_within(match) or (place and _joined(matches[place - 1], match)) else _value(match)
+
+
+def _goes_on(matches: list[re.Match[str]], place: int) -> bool:
+    """True if what follows this number of a text makes it a part of more than a number."""
+    match, after = matches[place], matches[place + 1 : place + 2]
+    return bool(_GOES_ON.match(match.string, match.end())) or any(_joined(match, other) for other in after)
+
+
+def _joined(one: re.Match[str], other: re.Match[str]) -> bool:
+    """True if two numbers in a row, with but a unit and a word or a dash between them, are a range, a choice or one
+    quantity: "5-10", "x = 5 or x = 10", "5 hours 30 minutes". "0.05 or 5%", "4.67 to 5" and "60 minutes or 1 hour" are
+    one number, told twice."""
+    text = one.string
+    # What looks like a sign may be a dash.
+    between = text[one.end() : other.start()] + other["sign"]
+    found = _BETWEEN.fullmatch(_MARKS.sub("", between)) if len(between) <= _NEAR else None
+    if found is None or between.isspace():
+        return found is not None and "\n" not in between
+    after = _UNIT_AFTER.match(text, other.end())
+    left = _rungs(found["unit"] or _MINUS.sub("", one["sign"]))
+    right = _rungs(after[1] if after else _MINUS.sub("", other["sign"]))
+    shared = left.keys() & right.keys()
+    if found["part"] is not None:
+        # A comma may begin another thought: "After 1 hour, 5 minutes remain."
+        whole = found["part"] != "," or (after and _SENTENCE_END.match(text, after.end()))
+        return bool(whole) and any(left[ladder] < right[ladder] for ladder in shared)
+    same = any(left[ladder] == right[ladder] for ladder in shared)
+    # A word is surely a unit if it comes twice, unlike those in "5 adds up to 10" and "Day 2: total - 10".
+    is_unit = same or not (found["unit"] or "").isalpha()
+    if found["dash"]:
+        return is_unit or bool(shared)
+    if (left and right and not same) or not (is_unit or found["word"].lower() == "or"):
+        return False
+    before = text[max(0, one.start() - _NEAR) : one.start()]
+    named = _NAMED.search(_MARKS.sub("", before))
+    if _OPERATED.search(before) or (found["unknown"] and (named is None or named[1] != found["unknown"])):
+        return False
+    first, second = _value(one), _value(other)
+    if first is None or second is None:
+        return True
+    # "0.5 or 50%"
+    if (left == _PERCENT) != (right == _PERCENT):
+        first, second = (first / 100, second) if left == _PERCENT else (first, second / 100)
+    notations = {("/" in match[0], "." in match[0]) for match in (one, other)}
+    return not (first == second or (len(notations) == 2 and abs(first - second) < 1))
+
+
+def _rungs(unit: str) -> dict[str, int]:
+    """The place of a unit on each ladder that has it; a word that is on none has a ladder of its own."""
+    word = unit.strip().lower()
+    one = word.rstrip("s") or word
+    found = {
+        ladder: place
+        for ladder in _LADDERS
+        for place, rung in enumerate(ladder.split())
+        if {word, one} & {*rung.split("/")}
+    }
+    return found or ({one: 0} if word and re.match(_NOT_COUNTED, word) else {})
 
 
 def _stamp(text: str, like: tuple[str, ...] = ()) -> tuple[str, ...] | None:
@@ -337,4 +435,4 @@ def _value(match: re.Match[str]) -> Fraction | None:
     if not bottom:
         return None
     value = (top / bottom + (whole if match["whole"] else 0)) * _SCALES.get(match["scale"], 1)
-    return -value if re.search("[−–-]", match["sign"]) else value
+    return -value if _MINUS.search(match["sign"]) else value

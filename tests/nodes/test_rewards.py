@@ -227,8 +227,35 @@ RIGHT = [
             "12:0005",
             "1:05:5",
             "5 cm2",
+            *(
+                "_5_",
+                "__5__",
+                r"\underline{5}",
+                '{"answer": 5}',
+                "**Answer** - 5",
+                "Answer - 5",
+                "4. Total - 5",
+                "Cost - $5",
+            ),
+            *(
+                "It adds up to 5",
+                "10/2 simplifies to 5",
+                "300 minutes or 5 hours",
+                "$2x = 10$, or $x = 5$",
+                "4 + 1 or 5",
+            ),
+            *("5 hours equals 5 hours", "In 2 hours, 5 minutes pass", "1 hour (5 laps)", "Total for 3 items - $5"),
+            *("5\nor so", "4 apples to 5 friends", "4.67 or 5", "#### 5 pounds or 80 ounces", "(3 - 1) + 3 = 5"),
         )
     ),
+    *(
+        (minus, "-12")
+        for minus in ("x = - 12", "= - 12", r"\boxed{- 12}", "#### - 12", "|Profit|-12|", "3\n-12", "-$12")
+    ),
+    ("It is -½", "-1/2"),
+    ("5-10", "5-10"),
+    (r"\boxed{5-10}", "5-10"),
+    ("1/3 or 33.3%", "33.3"),
 ]
 WRONG = [
     ("934", "933"),
@@ -432,6 +459,46 @@ WRONG = [
     ("18 cm2", "2"),
     ("-3½", "3.5"),
     (r"\boxed{3} or \boxed{4}", "4"),
+    # Ranges, choices and quantities of two units, after "####", too.
+    *(
+        (text.format(joined), answer)
+        for joined in (
+            *("5 to 10", "5-to-10", "5--10", "5 — 10", "5—10", "5~10", "5 ... 10", "5..10", "5 kg-10 kg", "5%-10%"),
+            *("$5$-$10$", "5 apples-10 apples", "5 apples - 10 apples", "**5** - **10**", "**5** or **10**", "5 OR 10"),
+            *("$5 or $10", "$5.00 or $10.00", "5, or 10", "5 apples or 10 apples", "5  or 10", r"$5 \text{ or } 10$"),
+            *("x = 5 or x = 10", "x = 10 or x = 5", "5 or\n10", "5 10"),
+            *("5 liters 10 ml", "5 kilometers and 10 meters", "5kg10g", "5 kg, 10 g", "5 ft 10 in", "5'10\""),
+            *("5h 10m", "5h10m", "5 hours, 10 minutes.", "5 gallons 10 quarts", "5 tons 10 kg", "$5 and 10 cents"),
+        )
+        for text in ("It is {}", "#### {}")
+        for answer in ("5", "10", "-10")
+    ),
+    ("5.5 or 10.5", "10.5"),
+    ("1,000 or 2,000", "2000"),
+    *((text, "-12") for text in ("x = 12 or x = -12", "24 -12", "**x=12** or **x=-12**", "#### x = 12 or x = -12")),
+    *(
+        (f"{text} - 12", "-12")
+        for text in ("**Answer**", "Answer", "4. Total", "Total:", "Cost", "x", "- 12\nso x", "2X")
+    ),
+    *((text, "12") for text in ("Total: - 12", "- 12 apples", "x - 12", "4H - 12", "from Between five and 12")),
+    *((text, "5") for text in ("#### 5:10", "#### 5 R 1", "#### 5 remainder 1", "#### 5 or more", "#### 5 halves")),
+    *(
+        (wrong, "12")
+        for wrong in (
+            *("12 and a half", "#### 12 and a half", r"\boxed{12 thirds}", "two thirds of 12", "3/4 of 12", "12-ish"),
+            *(
+                "It isn't 12",
+                "It cannot be 12",
+                "not equal to 12",
+                "It is over 12",
+                "under 12",
+                "It takes up to 12",
+                "12+",
+            ),
+            *("12 or more", r"\boxed{over 12}", r"\boxed{up to 12}", "between **5** and **12**", "between -5 and 12"),
+        )
+    ),
+    *((wrong, "5-10") for wrong in (r"\boxed{-5}", "the answer is -5", "10", "5")),
 ]
 
 
@@ -464,6 +531,7 @@ def test_equal_numbers_are_right_however_they_are_written(response: str, answer:
         r"\boxed{9}^",
         r"\boxed{9}_",
         r"\boxed{9}$",
+        *("5 to ", "5–", "5 a", "_", "_a", '{"', "- ", "5..", "between ", "1 ", "x - "),
         *("-\n ", "½ ", "5 hours ", "#### 5 and ", "-(", "5 or ", "#### 5", "#### 5 hours", "= -"),
     ],
 )
@@ -488,6 +556,8 @@ def test_an_answer_that_is_never_found_out_is_wrong(monkeypatch: pytest.MonkeyPa
     assert math_answer("", r"\boxed{x + x}", "2x") == 1.0  # by another process
     with pytest.raises(ValueError, match="given the reference answer '', needed a number, or another answer"):
         math_answer("", "2x", "")
+    with pytest.raises(ValueError, match="needed a number, or another answer"):
+        math_answer("", r"\boxed{}", r"\boxed{}")
 
 
 def of_shared_data(name: str) -> list[dict[str, str]]:
