@@ -98,7 +98,8 @@ def unknown_flags(
     said = list[str]()
     for word in strange:
         why = fixed.get(name := word.lstrip("-").replace("-", "_"), "")
-        if not why and name in {field.name for field in fields(RunFlags)}:
+        # One with a single dash may be a flag of this command.
+        if not why and word.startswith("--") and name in {field.name for field in fields(RunFlags)}:
             why = ", which `penstock run` has"
         near = "" if why else nearest_flag(word.lstrip("-"), known, options)
         said.append(f"given {word}{why}, needed a flag of `{command}`{about}{near}")
