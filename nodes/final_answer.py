@@ -20,9 +20,9 @@ _DIGITS = (
 )
 _MONEY = r"(?:[A-Z]{0,2}[$€£¥₹₩₽]|(?:USD|EUR|GBP|Rs\.?)\s?)"
 # Possessive, so that no part of "12,34" or "1.2.3" is taken for a number. A minus belongs to the number unless it
-# follows something to subtract from, or a space follows it, as in "Answer - 12".
+# follows something to subtract from.
 _NUMBER = re.compile(
-    rf"""(?P<sign>(?:(?<![\w.)−-])[−–-]{_MONEY}?|{_MONEY}[−-]?)?)
+    rf"""(?P<sign>(?:(?<![\w.)−-])(?:[−-]\s?|–){_MONEY}?|{_MONEY}[−-]?)?)
     (?:(?<![0-9.])|(?<=Rs\.))(?<![0-9][,/eExX])
     (?:(?P<whole>[0-9]++)\s++(?=[0-9]++/[0-9])|(?![0-9]++\s++[0-9]++/[0-9]))
     (?P<top>{_DIGITS})(?:\s?/\s?(?P<bottom>[−-]?{_DIGITS})|(?!\s?/\s?[−-]?\.?[0-9]))
@@ -41,26 +41,21 @@ _LATEX = [
     for pattern, plain in (
         (r"\\!\s*|\\(?:left|right|displaystyle)\b|[\u200b-\u200d\u2060\ufeff]", ""),
         (r"[\u2010-\u2012\ufe63\uff0d]", "-"),
-        # A fraction ends a number before it, but a minus before it is its own.
-        (rf"(?<=[0-9])\s?(?=[{''.join(_FRACTIONS)}])|(?<=[^\s−-])(?=\\[dt]?frac)", " "),
-        *((sign, f"{plain} ") for sign, plain in _FRACTIONS.items()),
-        # A minus with a space after it: that of a whole text, or one that follows a mark of an expression.
-        (
-            rf"(\A\s*[−-])\s+(?=\S+\s*\Z|\\[dt]?frac)|([=($\{{,] ?[−-])\s+(?=\\?{_MONEY}?[0-9.]|\\[dt]?frac)",
-            r"\1\2",
-        ),
+        *((rf"([0-9]?)\s?{sign}", rf"\1 {plain} ") for sign, plain in _FRACTIONS.items()),
+        (r"(^|[=($:{,] ?)([−-])\s+(?=\\[dt]?frac)", r"\1\2"),
         (r"(?<![A-Za-z])([cdkm]?m|ft|yd|mi|in)[23](?![\w.])", r"\1"),
         # A mark of a list or a minus; a dash between words or a minus.
-        (rf"(?:\A|(?<=[\n:]))[ \t]*-[ \t]+(?={_MONEY}?[0-9.])|(?<!\S)—(?={_MONEY}?[0-9.])", "≈"),
+        (rf"(?<=\n)[ \t]*-[ \t]+(?={_MONEY}?[0-9.])|(?<!\S)—(?={_MONEY}?[0-9.])", "≈"),
         # Emphasis of Markdown, and JSON.
         (r"(?<![\w^)}\]$∫])(__?)([^_\n]{1,40})\1(?!\w)", r" \2 "),
         (r"\{(\s?\"[^{}\n]{1,80})\}", r"\1"),
         (r"(?<=[0-9])\s?\.{2,3}(?=\s?[0-9])", " … "),
+        (r"(?<=[0-9])~(?=[0-9]{1,2}(?![0-9]))", "-"),
         (r"\\q?quad\b", "  "),
         (r"(?:\^\s*+\{?+\s*+\\circ\s*+\}?|°)(?:\s*+(?:\\(?:text|mathrm)\s*\{\s*[CF]\s*\}|[CF]\b))?", ""),
         (r"\{,\}|(?<=[0-9])\\,(?=[0-9]{3})", ","),
-        (r"\\[dt]?frac\s*\{\s*([−-]?[0-9.,]+)\s*\}\s*\{\s*([−-]?[0-9.,]+)\s*\}", r"\1/\2 "),
-        (r"\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*([0-9])|\\[dt]?frac\s*([0-9])\s*\{?([0-9]+)\}?", r"\1\3/\2\4 "),
+        (r"\\[dt]?frac\s*\{\s*([−-]?[0-9.,]+)\s*\}\s*\{\s*([−-]?[0-9.,]+)\s*\}", r" \1/\2 "),
+        (r"\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*([0-9])|\\[dt]?frac\s*([0-9])\s*\{?([0-9]+)\}?", r" \1\3/\2\4 "),
         (r"\\(?:text|mathrm|mbox|textbf|mathbf|underline)\s*\{([^{}]*)\}", r" \1 "),
         (r"\\([$%])", r"\1"),
         (r"</?[A-Za-z]\w{0,20}>", " "),
@@ -85,7 +80,7 @@ _TWO_READINGS = re.compile(
 # "2024-05-05" and "0.333..." are parts of one, too, as is a number after a minus with a mark between them: -(5),
 # -**5**.
 _FUNCTIONS = "sqrt|log|ln|sin|cos|tan"
-_PARTS = (
+_FRACTION_WORDS = (
     "halves|thirds|(?:third|quarters?)(?= of)|(?:fourth|fifth|sixth|seventh|eighth|ninth)s"
     "|(?:tenth|hundredth|thousandth|millionth)s?"
 )
@@ -113,18 +108,28 @@ _WITHIN = (
         _ANY,
         re.compile(
             r"!|\s*(?:[\^_{}]|\\|\*\*\s*[0-9(]|[√π])|[ijkKMBTnxyz]\b|[¹²³⁰⁴-⁹₀-₉½⅓⅔¼¾⅛]|\+(?=\s|\Z)|-?ish\b"
-            rf"|\s*(?:squared|cubed|factorial|pi|{_PARTS}|[bm]n|lakhs?|crores?)\b"
-            rf"|[ \t]+(?:or[ \t]+(?:more|less|fewer|so)|and[ \t]+(?:a|one)[ \t]+(?:half|quarter|{_PARTS}))\b"
+            rf"|\s*(?:squared|cubed|factorial|pi|{_FRACTION_WORDS}|[bm]n|lakhs?|crores?)\b"
+            rf"|[ \t]+(?:or[ \t]+(?:more|less|fewer|so)|and[ \t]+(?:a|one)[ \t]+(?:half|quarter|{_FRACTION_WORDS}))\b"
             rf"|(?:{'|'.join(rf'(?<=[.][0-9]{{{n}}})' for n in range(1, 9))})(?:\.\.|…)"
         ),
     ),
-    # "Between five and 10", "a third of 10", "x - 10".
+    # "Between five and 10", "a third of 10", "x-10".
     (
         re.compile(
-            rf"\b(?i:between)\b[^\n.;:=]*\band[\s*_`$]+$|(?:/[0-9]+|\b(?:{_PARTS}))[ \t]+of[ \t]+$"
-            r"|(?<![A-Za-z'])[b-zB-Z] ?[−-] ?\$?$"
+            rf"\b(?i:between)\b[^\n.;:=]*\band[\s*_`$]+$|(?:/[0-9]+|\b(?:{_FRACTION_WORDS}))[ \t]+of[ \t]+$"
+            r"|(?<![A-Za-z'])[b-zB-Z][−-]\$?$"
         ),
         _ANY,
+        _ANY,
+    ),
+    # A dash with spaces around it, "Answer - 12" or "f(x) - 12", may be a mark or a minus; "x is - 12" has a minus.
+    (
+        re.compile(
+            r"(?:(?<![\w'’])(?!(?:is|are|was|were|be|equals?|gives?|gave|makes?|gets?|and|or|to|of|by)\b)[\w'’]+"
+            r"|[)\]}|²³!'’%:])[*_`$]*[ \t]+$",
+            re.IGNORECASE,
+        ),
+        re.compile(r"[−-]\s"),
         _ANY,
     ),
     # The minutes of a time, "at 10:30", the fraction of "2 and 3/4", and |-5|, whose value is 5.
@@ -133,7 +138,7 @@ _WITHIN = (
     (re.compile(r"(?<![A-Za-z]{2})\|$"), re.compile(r"\D*[−–-]"), _ANY),
 )
 # Units of each quantity, from the largest to the smallest; forms of one unit, without the "s" of a plural, have "/".
-_LADDERS = (
+_UNITS_BY_SIZE = (
     "year/yr month/mo week/wk day/d hour/hr/h minute/min/m second/sec/s",
     "mile/mi kilometer/kilometre/km yard/yd meter/metre/m foot/feet/ft/' inch/inche/in/\" centimeter/cm millimeter/mm",
     "ton/tonne/t kilogram/kilo/kg pound/lb ounce/oz gram/g milligram/mg",
@@ -141,7 +146,7 @@ _LADDERS = (
     "dollar/pound/euro/$/£/€ cent/penny/pennie/pence/¢",
     "percent/%",
 )
-_PERCENT = {_LADDERS[-1]: 0}
+_PERCENT = {_UNITS_BY_SIZE[-1]: 0}
 # What may join two numbers, with the unit of the first before it; marks and currency are taken out before.
 _MARKS = re.compile(rf"[*_`{{}}\\]|{_MONEY}")
 _BETWEEN = re.compile(
@@ -154,13 +159,19 @@ _UNIT_AFTER = re.compile(r"[ \t*_`$-]{0,9}([%'\"¢]|[A-Za-z]+)")
 _SENTENCE_END = re.compile(r"[.!*_`$)]*\s*(?:\n|\Z)")
 # Before a number: what makes it the last of an expression, whose value may follow ("$30 + $160 or $190"), and the name
 # of an unknown; that in "2x = 10, or x = 5" is a part of an equation.
-_OPERATED = re.compile(r"\w[ \t]*[+/×÷][ \t]*\$?$|[0-9)%](?:[*−-]|[ \t]+[*−-][ \t]+)\$?$")
+_OPERATED = re.compile(
+    r"(?:\w[ \t]*[+/×÷^]|[0-9)%](?:[*−-]|[ \t]+[*−-][ \t]+)|\\sqrt|√"
+    r"|\b(?:of|times|plus|minus|less|by|over|x|twice|half)[ \t]+)[ \t{$]*$"
+)
+_CHANGE = re.compile(
+    r"\b(?:round|increas|decreas|ris|rose|drop|fell|fall|grew|grow|went|go|chang|add|reduc|rais)\w*\b[^.\n]*$"
+)
 _NAMED = re.compile(r"(?<![\w+/−-])(?<![+/−-] )([A-Za-z])\s*=[\s$]*$")
 _MINUS = re.compile("[−–-]")
 # What makes the first number after "####" a part of more than a number, besides the next number (see `_joined`).
 _GOES_ON = re.compile(
     r"[ \t]*+(?:\+|[*×·÷<>≈] ?[−$(-]*[0-9\\]|[,;] ?[−$-]*[0-9]|:[0-9]|(?:%|percent)[ \t]+of[ \t]"
-    r"|(?<!\w)(?:(?:and|x|mod|choose|times|plus|minus|R|remainder)[ \t]+[−$(-]*[0-9]|[ixyz][ \t.]*$))",
+    r"|(?<!\w)(?:(?:and|x|mod|choose|times|plus|minus|R|remainder)[ \t]+[−$(-]*[0-9]|[ixyz][ \t.]*$))|[ \t]+[0-9]",
     re.MULTILINE,
 )
 # The same of a box, such as \boxed{3}^2, 2\boxed{3}, \sqrt{\boxed{3}} or -\boxed{3}. Degrees are a unit.
@@ -201,8 +212,8 @@ _CHOSEN = re.compile(
 _LIST = re.compile(r"\s*\$?\s?(?:\\left)?(\(|\\\{)([^(){}\[\]]*)(?:\\right)?(?:\)|\\\})\s?\$?\s*")
 # Before a "=" in a box: another unknown.
 _UNKNOWN = re.compile(r",\s*\\?[A-Za-z]\w{0,9}\s*$")
-# A reference that is a range of two numbers, which algebra would subtract.
-_RANGE = re.compile(r"[$\s]*[0-9.,]+%?\s*[−–—-]+\s*\$?[0-9.,]+[%$\s]*")
+# A range, which algebra would subtract.
+_RANGE = re.compile(r"(?<![\w.,-])([0-9][0-9.,]*)\s?%?\s?[−–—-]+\s?[$€£]?([0-9](?:[0-9.,]*[0-9])?)(?![\w-])")
 # Characters before a number that are searched for its expression; bounded, so that no text takes long.
 _NEAR = 40
 # What may be around a number that is an answer by itself: currency, words and units.
@@ -242,8 +253,8 @@ def equals(response: str, answer: str) -> bool | None:
             return False
     if needed is not None:
         return final_number(response) == needed
-    if _RANGE.fullmatch(_final_part(answer)):
-        return _final_part(response).strip() == _final_part(answer).strip()
+    if (own_range := _range_of(answer)) is not None:
+        return _range_of(response, whole=False) == own_range
     if response.strip() == answer.strip():  # math-verify finds no word without marks around it
         return True
     boxed, given = _last_boxed(response), _final_part(response).strip()
@@ -285,20 +296,28 @@ def final_number(text: str) -> Fraction | None:
     if not matches:
         return None
     place = 0 if FINAL in text else len(matches) - 1
-    if FINAL in text and _goes_on(matches, 0):
+    if FINAL in text and _is_continued(matches, 0):
         # 5 + 3 = 8
         begin = matches[0].start()
         line = begin + len(plain[begin:].partition("\n")[0])
         equal = plain.rfind("=", begin, line)
         place = next((i for i, match in enumerate(matches) if 0 <= equal < match.start() < line), 0)
-        if not place or _goes_on(matches, place):
+        if not place or _is_continued(matches, place):
             return None
     match = matches[place]
     # A text that ends with an expression does not end with a number in it.
     return None if _is_within(match) or (place and _joined(matches[place - 1], match)) else _value(match)
 
 
-def _goes_on(matches: list[re.Match[str]], place: int) -> bool:
+def _range_of(text: str, *, whole: bool = True) -> tuple[str, str] | None:
+    """The ends of the range that the final part of a text is, or, unless `whole`, ends with; None without one."""
+    plain = _without_latex(_final_part(text)).strip(" \n\t$%.")
+    found = [_RANGE.fullmatch(plain)] if whole else list(_RANGE.finditer(plain))[-1:]
+    ends = [match.groups() for match in found if match is not None]
+    return tuple(each.replace(",", "") for each in ends[0]) if ends else None  # type: ignore[return-value]
+
+
+def _is_continued(matches: list[re.Match[str]], place: int) -> bool:
     """True if what follows this number of a text makes it a part of more than a number."""
     match, after = matches[place], matches[place + 1 : place + 2]
     return bool(_GOES_ON.match(match.string, match.end())) or any(_joined(match, other) for other in after)
@@ -313,10 +332,10 @@ def _joined(one: re.Match[str], other: re.Match[str]) -> bool:
     between = text[one.end() : other.start()] + other["sign"]
     found = _BETWEEN.fullmatch(_MARKS.sub("", between)) if len(between) <= _NEAR else None
     if found is None or between.isspace():
-        return found is not None and "\n" not in between
+        return False
     after = _UNIT_AFTER.match(text, other.end())
-    left = _rungs(found["unit"] or _MINUS.sub("", one["sign"]))
-    right = _rungs(after[1] if after else _MINUS.sub("", other["sign"]))
+    left = _sizes(found["unit"] or _MINUS.sub("", one["sign"]))
+    right = _sizes(after[1] if after else _MINUS.sub("", other["sign"]))
     shared = left.keys() & right.keys()
     if found["part"] is not None:
         # A comma may begin another thought: "After 1 hour, 5 minutes remain."
@@ -330,8 +349,15 @@ def _joined(one: re.Match[str], other: re.Match[str]) -> bool:
     if (left and right and not same) or not (is_unit or found["word"].lower() == "or"):
         return False
     before = text[max(0, one.start() - _NEAR) : one.start()]
+    # "Rounds 47 to 50", "from 4 to 12": a change, which has an end.
+    if found["word"].lower() == "to" and _CHANGE.search(before):
+        return False
     named = _NAMED.search(_MARKS.sub("", before))
-    if _OPERATED.search(before) or (found["unknown"] and (named is None or named[1] != found["unknown"])):
+    if (
+        _OPERATED.search(before)
+        or found["unit"] in ("squared", "cubed")
+        or (found["unknown"] and (named is None or named[1] != found["unknown"]))
+    ):
         return False
     first, second = _value(one), _value(other)
     if first is None or second is None:
@@ -343,13 +369,13 @@ def _joined(one: re.Match[str], other: re.Match[str]) -> bool:
     return not (first == second or (len(notations) == 2 and abs(first - second) < 1))
 
 
-def _rungs(unit: str) -> dict[str, int]:
+def _sizes(unit: str) -> dict[str, int]:
     """The place of a unit on each ladder that has it; a word that is on none has a ladder of its own."""
     word = unit.strip().lower()
-    one = word.rstrip("s") or word
+    one = word.rstrip("s") if len(word) > 2 else word
     found = {
         ladder: place
-        for ladder in _LADDERS
+        for ladder in _UNITS_BY_SIZE
         for place, rung in enumerate(ladder.split())
         if {word, one} & {*rung.split("/")}
     }

@@ -232,10 +232,6 @@ RIGHT = [
                 "__5__",
                 r"\underline{5}",
                 '{"answer": 5}',
-                "**Answer** - 5",
-                "Answer - 5",
-                "4. Total - 5",
-                "Cost - $5",
             ),
             *(
                 "It adds up to 5",
@@ -244,17 +240,24 @@ RIGHT = [
                 "$2x = 10$, or $x = 5$",
                 "4 + 1 or 5",
             ),
-            *("5 hours equals 5 hours", "In 2 hours, 5 minutes pass", "1 hour (5 laps)", "Total for 3 items - $5"),
+            *("5 hours equals 5 hours", "In 2 hours, 5 minutes pass", "1 hour (5 laps)", "5\t5", "3 5"),
+            # An expression or a change, and its value.
+            *("20% of $25, or $5", "half of 10, or 5", "5 times 1, or 5", "10 over 2, or 5", r"\sqrt{25} or 5"),
+            *("rises from 4 to 5", "rounding 52 to 5", "We add 3 to 5"),
             *("5\nor so", "4 apples to 5 friends", "4.67 or 5", "#### 5 pounds or 80 ounces", "(3 - 1) + 3 = 5"),
         )
     ),
     *(
         (minus, "-12")
-        for minus in ("x = - 12", "= - 12", r"\boxed{- 12}", "#### - 12", "|Profit|-12|", "3\n-12", "-$12")
+        for minus in (
+            *("x = - 12", "= - 12", r"\boxed{- 12}", "#### - 12", "|Profit|-12|", "3\n-12", "-$12", "x = **- 12**"),
+            *(r"\[ - 12 \]", "`- 12`", "[- 12]", "x → - 12", "x equals - 12", "It is - 12 degrees", "It is - $12"),
+            *(r"\boxed{ - 12 \text{ degrees}}", "- 12 dollars", "<b>- 12</b>", "5 - 17 gives - 12", "Answer: **- 12**"),
+        )
     ),
     ("It is -½", "-1/2"),
-    ("5-10", "5-10"),
-    (r"\boxed{5-10}", "5-10"),
+    *((said, "5-10") for said in ("5-10", r"\boxed{5-10}", r"\boxed{$5 – 10$}", "#### 5 - 10.", "It is 5--10.")),
+    *((r"\boxed{\$5-\$10}", said) for said in ("$5-$10$", "5 - 10", "5-10%")),
     ("1/3 or 33.3%", "33.3"),
 ]
 WRONG = [
@@ -466,7 +469,7 @@ WRONG = [
             *("5 to 10", "5-to-10", "5--10", "5 — 10", "5—10", "5~10", "5 ... 10", "5..10", "5 kg-10 kg", "5%-10%"),
             *("$5$-$10$", "5 apples-10 apples", "5 apples - 10 apples", "**5** - **10**", "**5** or **10**", "5 OR 10"),
             *("$5 or $10", "$5.00 or $10.00", "5, or 10", "5 apples or 10 apples", "5  or 10", r"$5 \text{ or } 10$"),
-            *("x = 5 or x = 10", "x = 10 or x = 5", "5 or\n10", "5 10"),
+            *("x = 5 or x = 10", "x = 10 or x = 5", "5 or\n10"),
             *("5 liters 10 ml", "5 kilometers and 10 meters", "5kg10g", "5 kg, 10 g", "5 ft 10 in", "5'10\""),
             *("5h 10m", "5h10m", "5 hours, 10 minutes.", "5 gallons 10 quarts", "5 tons 10 kg", "$5 and 10 cents"),
         )
@@ -476,9 +479,14 @@ WRONG = [
     ("5.5 or 10.5", "10.5"),
     ("1,000 or 2,000", "2000"),
     *((text, "-12") for text in ("x = 12 or x = -12", "24 -12", "**x=12** or **x=-12**", "#### x = 12 or x = -12")),
+    # A mark or a minus: in doubt neither.
     *(
-        (f"{text} - 12", "-12")
-        for text in ("**Answer**", "Answer", "4. Total", "Total:", "Cost", "x", "- 12\nso x", "2X")
+        (f"{text} - 12", answer)
+        for text in (
+            *("**Answer**", "Answer", "4. Total", "Total:", "Cost", "x", "- 12\nso x", "2X", "(x+1)", "f(x)", "AB"),
+            *("**Answer:**", "|x|", "n!", "x'", "It is 3x²", r"\text{revenue}", "10 apples", "Week 3", "(b)"),
+        )
+        for answer in ("12", "-12")
     ),
     *((text, "12") for text in ("Total: - 12", "- 12 apples", "x - 12", "4H - 12", "from Between five and 12")),
     *((text, "5") for text in ("#### 5:10", "#### 5 R 1", "#### 5 remainder 1", "#### 5 or more", "#### 5 halves")),
