@@ -22,6 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from penstock.graph import GraphError, load
 from penstock.graph.context import Context
 from penstock.graph.hub import unreachable
@@ -31,13 +33,16 @@ from penstock.nodes.tokenizer import Message, conversation
 # OWNER/NAME on the Hub, with a configuration and a revision.
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".ndjson")
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
 _FORMATS = "an object per line (.jsonl), an array of objects (.json), both perhaps .gz, or .parquet; no other is read"
-# Other formats of rows, which are not read.
-_UNREAD = (
-    *(".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xlsx", ".pkl"),
-    *(".zst", ".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar", ".tgz", ".tar.gz"),
+# Other formats of rows, and archives, which are not read; any of them, or of ours, may be compressed.
+_OTHERS = "csv|tsv|arrow|feather|orc|avro|xlsx?|pkl|sqlite|db|msgpack|tfrecord"
+_PACKED = r"\.(?:gz|gzip|zst|bz2|xz|lz4)"
+_UNREAD = re.compile(
+    rf"\.(?:(?P<rows>(?:{_OTHERS})|(?:{_OTHERS}|jsonl?|ndjson|parquet){_PACKED})|(?:zip|7z|tgz|tar)(?:{_PACKED})?)$",
+    re.IGNORECASE,
 )
+_READ = re.compile(rf"(?:{'|'.join(map(re.escape, sorted(_SUFFIXES, key=len, reverse=True)))})$", re.IGNORECASE)
 _GZIP = b"\x1f\x8b"
 _SPLITS = ("train", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation", "heldout", "holdout")
 # The suffix of a shard's name; older ones end with a part of a digest.
@@ -275,16 +280,21 @@ def open_table(context: Context) -> Table:
             raise DataError(f"{data}: cannot be read: {type(error).__name__}: {error}; needed {needed}") from error
     if path.is_dir():
         files: dict[str, list[Path]] = {}
-        found = sorted(file.relative_to(path) for file in path.rglob("*"))
-        shown = [file for file in found if not any(part.startswith(".") for part in file.parts)]
-        for file in shown:
-            if _ends_with(file, _SUFFIXES) and file.name not in _ABOUT:
+        unread: dict[str, Path] = {}
+        found = (file for file in path.rglob("*") if _READ.search(file.name) or _UNREAD.search(file.name))
+        for file in sorted(file.relative_to(path) for file in found if file.is_file()):
+            if any(part.startswith(".") for part in file.parts) or file.name.lower() in _ABOUT:
+                continue
+            if _READ.search(file.name):
                 files.setdefault(_split_of(file), []).append(path / file)
-        read = {_bare(file) for those in files.values() for file in those}
-        # The rows of a split may be in such a file alone.
-        for file in shown:
-            if _ends_with(file, _UNREAD) and _bare(path / file) not in read:
-                raise DataError(f"{data}: given {file}, needed {_FORMATS}: convert it, or name the file to read")
+            elif match := _UNREAD.search(file.name):
+                # An archive without the name of a split may hold anything, such as images.
+                split = _split_of(file) or ("train" if match["rows"] else "")
+                unread.setdefault(split, file)
+        # Rows of a split that is in such a file alone would be left out, and those of another one read in their place.
+        lost = wanted or "train"
+        if files and lost in unread and lost not in files and not (lost == "train" and "" in files):
+            raise DataError(f"{data}: given {unread[lost]}, needed {_FORMATS}: convert it, or name the file to read")
         if not files:
             raise DataError(f"{data}: given a directory without one of {', '.join(_SUFFIXES)}, needed a file of rows")
         unnamed = files.pop("", [])
@@ -299,13 +309,9 @@ def open_table(context: Context) -> Table:
     return _hub_table(data, wanted, flag, called(context))
 
 
-def _ends_with(file: Path, suffixes: tuple[str, ...]) -> bool:
-    return file.name.lower().endswith(suffixes)
-
-
 def is_on_hub(data: str) -> bool:
     """True if it can be the name of a data set of the Hub."""
-    return bool(_HUB.fullmatch(data)) and not data.endswith(_SUFFIXES)
+    return bool(_HUB.fullmatch(data)) and not _READ.search(data)
 
 
 def _hub_table(data: str, wanted: str, flag: str, what: str) -> Table:
@@ -345,28 +351,31 @@ def _undecoded(dataset: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _rows(table: Any) -> list[dict[str, Any]]:
-    """The rows of a table. A float of 32 bits is the shortest decimal that stands for it, 0.1, as people see it, not
-    0.10000000149011612."""
-    arrow = import_module("pyarrow")
+    """The rows of a table, with floats of 32 and 16 bits as `_seen` has them."""
+    columns = [column.to_pylist() for column in table.columns]
     for place, field in enumerate(table.schema):
-        text, wide = (_floats_as(leaf, field.type) for leaf in (arrow.string(), arrow.float64()))
-        if wide != field.type:
-            table = table.set_column(place, field.name, table.column(place).cast(text).cast(wide))
-    return table.to_pylist()  # type: ignore[no-any-return]
+        if "float" in str(field.type):  # "double" has 64 bits
+            columns[place] = [_seen(value, field.type) for value in columns[place]]
+    return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def _floats_as(leaf: Any, type_: Any) -> Any:
-    """A type of a table with `leaf` in place of floats of 32 bits."""
-    arrow = import_module("pyarrow")
-    kinds = arrow.types
-    if kinds.is_float32(type_):
-        return leaf
+def _seen(value: Any, type_: Any) -> Any:
+    """A value of a table as people see it: a fraction of 32 or 16 bits is the shortest decimal that stands for it, such
+    as 0.1, not 0.10000000149011612."""
+    kinds = import_module("pyarrow").types
+    if value is None:
+        return None
+    if kinds.is_float32(type_) or kinds.is_float16(type_):
+        return (
+            value if value.is_integer() else float(str((np.float32 if kinds.is_float32(type_) else np.float16)(value)))
+        )
     if kinds.is_struct(type_):
-        return arrow.struct([field.with_type(_floats_as(leaf, field.type)) for field in type_])
-    if kinds.is_list(type_) or kinds.is_large_list(type_):
-        make = arrow.list_ if kinds.is_list(type_) else arrow.large_list
-        return make(_floats_as(leaf, type_.value_type))
-    return type_
+        return {field.name: _seen(value[field.name], field.type) for field in type_}
+    if kinds.is_map(type_):
+        return [(_seen(key, type_.key_type), _seen(item, type_.item_type)) for key, item in value]
+    if kinds.is_dictionary(type_):
+        return _seen(value, type_.value_type)
+    return [_seen(item, type_.value_type) for item in value] if isinstance(value, list) else value
 
 
 def _numbered(rows: Iterable[Mapping[str, Any]], place: str) -> list[DataRow]:
@@ -375,9 +384,7 @@ def _numbered(rows: Iterable[Mapping[str, Any]], place: str) -> list[DataRow]:
 
 def _bare(file: Path) -> Path:
     """Return a file's path without the suffixes of its format and compression."""
-    suffixes = sorted((*_SUFFIXES, *_UNREAD), key=len, reverse=True)
-    suffix = next((suffix for suffix in suffixes if _ends_with(file, (suffix,))), "")
-    return file.with_name(file.name[: -len(suffix)]) if suffix else file
+    return file.with_name(_UNREAD.sub("", _READ.sub("", file.name)))
 
 
 def _require_each_once(files: Sequence[Path], data: str) -> None:
@@ -430,10 +437,11 @@ def _library(name: str, data: str) -> Any:
 
 def _file_rows(path: Path) -> Iterator[DataRow]:
     """The rows of a parquet file, or of a file with a JSON object per line; a `.json` may be an array of objects."""
-    if _ends_with(path, _UNREAD):
+    name = path.name.lower()
+    if _UNREAD.search(name) and not _READ.search(name):
         raise DataError(f"{path}: given a file of another format, needed {_FORMATS}")
     try:
-        if _ends_with(path, (".parquet",)):
+        if name.endswith(".parquet"):
             yield from _numbered(_rows(_library("pyarrow.parquet", str(path)).read_table(path)), str(path))
             return
         content = path.read_bytes()
@@ -444,7 +452,7 @@ def _file_rows(path: Path) -> Iterator[DataRow]:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path}: cannot be read: {error}; needed a whole file of its format") from error
-    if _ends_with(path, (".json", ".json.gz")) and content.removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
+    if name.endswith((".json", ".json.gz")) and content.removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
         yield from _array_rows(path, content)
         return
     for number, line in enumerate(content.splitlines(), 1):

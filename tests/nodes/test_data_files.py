@@ -417,16 +417,25 @@ def test_a_file_of_another_format_is_refused_with_the_formats_that_are_read(
         open_prompts(Context(data=str(tmp_path / name)))
 
 
-@pytest.mark.parametrize("name", ["train.csv", "train.jsonl.zst", "more/rows.ARROW"])
-def test_a_directory_with_rows_that_are_not_read_is_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["train.csv", "train.csv.gz", "train.jsonl.zst", "more/rows.ARROW", "train.zip"])
+def test_a_directory_whose_rows_are_in_a_file_that_is_not_read_is_refused(tmp_path: Path, name: str) -> None:
     """Otherwise a run would train on the split that is left: here, the test's."""
     jsonl(tmp_path / "test.jsonl", ROWS)
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("question,answer\n1+1?,2\n")
     with pytest.raises(DataError, match=rf"given {name}, needed .*\.jsonl.*name the file to read"):
         open_prompts(Context(data=str(tmp_path)))
-    # The same rows in another format are no loss.
-    (tmp_path / name).rename(tmp_path / "test.csv")
+    assert len(prompts(Context(data=str(tmp_path), data_split="test"))) == len(ROWS)
+
+
+@pytest.mark.parametrize(
+    "name", ["images.zip", "LICENSE.txt", "raw.tar.gz", "results/scores.csv", "train.csv", "test.pkl", "Train.csv.gz"]
+)
+def test_other_files_beside_rows_are_left_alone(tmp_path: Path, name: str) -> None:
+    jsonl(tmp_path / "train-00000-of-00001.jsonl", ROWS)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("question,answer\n1+1?,2\n")
+    (tmp_path / "backup.csv").mkdir()
     assert len(prompts(Context(data=str(tmp_path)))) == len(ROWS)
 
 
@@ -436,15 +445,24 @@ def test_the_suffix_of_a_file_may_be_in_capitals(tmp_path: Path) -> None:
     assert len(prompts(Context(data=str(tmp_path)))) == len(ROWS)
 
 
-def test_a_float_of_32_bits_is_the_decimal_that_a_reader_sees(tmp_path: Path) -> None:
+def test_a_fraction_of_32_bits_is_the_decimal_that_a_reader_sees(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     single = arrow.array([0.1, 2.5, 1e22], arrow.float32())
     listed = arrow.array([[0.1], [0.2, None], []], arrow.list_(arrow.float32()))
     inside = arrow.array([{"x": 0.7, "y": "z"}] * 3, arrow.struct([("x", arrow.float32()), ("y", arrow.string())]))
-    table = arrow.table({"question": ["a", "b", "c"], "answer": single, "l": listed, "s": inside})
+    half = arrow.array([0.1, 3.0, 0.5], arrow.float16())
+    whole = arrow.array([2.0**27, 2.0**31, -1.0], arrow.float32())
+    table = arrow.table(
+        {"question": ["a", "b", "c"], "answer": single, "l": listed, "s": inside, "h": half, "w": whole,
+         "d": single.dictionary_encode(), "f": arrow.array([[0.1, 1.5]] * 3, arrow.list_(arrow.float32(), 2))}
+    )  # fmt: skip
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "d.parquet")
     for field, answers in (
-        ("answer", ["0.1", "2.5", "1e+22"]),
+        ("answer", ["0.1", "2.5", json.dumps(single[2].as_py())]),
+        ("d", ["0.1", "2.5", json.dumps(single[2].as_py())]),
+        ("w", ["134217728.0", "2147483648.0", "-1.0"]),
+        ("h", ["0.1", "3.0", "0.5"]),
+        ("f", ["[0.1, 1.5]"] * 3),
         ("l", ["[0.1]", "[0.2, null]", "[]"]),
         ("s.x", ["0.7"] * 3),
     ):
