@@ -150,7 +150,12 @@ class Origin:
 
     def exact(self, dtype: str) -> bool:
         """True if weights of this dtype arrive with the bits that they have."""
-        return not self.precision and self.wire in ("", dtype)
+        return not self.precision and not rounds(self.wire, dtype)
+
+
+def rounds(wire: str, dtype: str) -> bool:
+    """True if the format `wire` (of `--wire`) does not keep the bits of weights of this dtype."""
+    return wire not in ("", dtype)
 
 
 @dataclass(frozen=True)

@@ -95,14 +95,14 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
     box `2 \times 10^{-3}`) or with a word (3 million); currency, percent and units do not count. No numbers are: an
     expression with this value, a range, a choice ("3 or 4"), a bound ("over 3"), a box in an expression, "about 3",
     "3!", "> 3", "3 hours 30 minutes", and a text with two readings, such as "5 200 dollar notes". But "0.03 or 3%" and
-    "180 minutes or 3 hours" are one number, told twice. A dash with a space after it is a minus only in "= - 3" and
-    where it begins a text of one number. For a number with a base, `52_8`, digits and base must be the same.
+    "180 minutes or 3 hours" are one number, told twice. After a label or a term, "Answer - 3", a dash may
+    be a mark or a minus: no number, either. For a number with a base, `52_8`, digits and base must be the same.
 
     Any other reference, such as `2\sqrt{3}` or `(0, \frac{\pi}{2})`, is compared by `math-verify` (the extra `math`).
     It gives up after `symbolic_math.DEADLINE_S` seconds: then the answer counts as wrong, and the run warns. A time
     with its half of the day, `3:30 pm`, and a date, `June 3` or `2024-06-03`, are not equal to another one. A choice,
     `C`, is found after "answer is" or "answer:", too. Letters commute, `AB` is `BA`, and `3:10` is a ratio. A range of
-    two numbers, `5-10`, is compared as text.
+    two numbers, `5-10`, is compared by its ends.
 
     Raises ValueError for a reference that is neither, such as an empty box.
     """

@@ -215,7 +215,7 @@ class VllmModel:
         wrong = suspects(self.model, self.reference)
         told = f"suspected: {', '.join(wrong)}" if wrong else "each linear map by itself computes as it should"
         mean = self.apart / self.compared
-        given = f"log-probabilities of vllm that are {mean:.3g} nats from the trainer's in the mean"
+        given = f"log-probabilities of vllm that are {mean:.3g} nats from ours in the mean, with the same weights"
         needed = f"at most {self.limit:g} (--mismatch-limit): it does not compute with the weights that arrived"
         what = f"{where}: weights of version {self.version} [mismatch]"
         raise UntrustedError(f"{what}: given {given}, needed {needed}; {told}")

@@ -209,7 +209,7 @@ class ModelConfig:
             initializer_range=_number(data, "initializer_range", 0.02),
             bos_token_id=data.get("bos_token_id"),
             eos_token_ids=token_ids(data.get("eos_token_id")),
-            pad_token_id=data.get("pad_token_id"),
+            pad_token_id=_pad(data, sizes["vocab_size"]),
             model_type=family.model_type,
             sliding_window=window,
             layer_types=layer_types,
@@ -229,6 +229,14 @@ def token_ids(value: Any) -> tuple[int, ...]:
     if not all(type(token) is int and 0 <= token < MOST for token in tokens):
         raise ModelError(f"given eos_token_id {value!r}, needed a token's number, a list of such, or null")
     return tokens
+
+
+def _pad(data: Mapping[str, Any], words: int) -> int | None:
+    """The word without a gradient in the embedding; a negative one counts from the end, as in torch."""
+    pad = data.get("pad_token_id")
+    if pad is None or (type(pad) is int and -words <= pad < words):
+        return pad
+    raise ModelError(f"given pad_token_id {pad!r}, needed null, or one of the {words} words of vocab_size")
 
 
 def _need(data: Mapping[str, Any], key: str) -> int:

@@ -102,8 +102,7 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Heartbeat
         return work(client, rank)
     except UntrustedError as error:
         traceback.print_exc()
-        client.send(Untrusted(str(error)))
-        return await_goodbye(client)
+        return await_goodbye(client) if client.send(Untrusted(str(error))) else 1
     except RAISED as error:  # not a node's: that only fails its firing
         traceback.print_exc()
         at = f" at {rank.executor.doing}" if rank.executor.doing else ""

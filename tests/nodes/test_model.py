@@ -268,6 +268,8 @@ def test_older_and_unused_fields_of_a_config_are_read(said: dict[str, Any], foun
         ({"rope_parameters": [1]}, r"rope_parameters \[1\], needed an object with rope_type"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings 'yes', needed true or false"),
         ({"eos_token_id": "</s>"}, "eos_token_id '</s>', needed a token's number"),
+        ({"pad_token_id": "3"}, "pad_token_id '3', needed null, or one of the 300 words"),
+        ({"pad_token_id": 300}, "pad_token_id 300, needed null, or one of the 300 words"),
     ],
 )
 def test_what_a_config_says_wrongly_is_named_with_its_file(

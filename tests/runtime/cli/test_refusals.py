@@ -30,6 +30,7 @@ NOT_COMPUTED = (
     ("--invariant --generator-precision int8", INVARIANT_INT8),
     ("--invariant --mesh generator=tp2", INVARIANT_TP),
     *((f"--invariant --wire {wire}", rf"\[not-invariant\].*given +--wire {wire}") for wire in ("bfloat16", "int8")),
+    ("--invariant --wire bfloat16 --dtype bfloat16 --lora 2", r"\[not-invariant\].*given +--wire bfloat16"),
 )
 NO_ADAPTERS = (
     ("--lora-targets q_proj", "given +LoRA: targets q_proj without a rank needed +--lora RANK, too"),
