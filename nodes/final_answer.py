@@ -340,8 +340,8 @@ def _joined(one: re.Match[str], other: re.Match[str]) -> bool:
     if found["part"] is not None:
         # A comma may begin another thought: "After 1 hour, 5 minutes remain."
         whole = found["part"] != "," or (after and _SENTENCE_END.match(text, after.end()))
-        return bool(whole) and any(left[ladder] < right[ladder] for ladder in shared)
-    same = any(left[ladder] == right[ladder] for ladder in shared)
+        return bool(whole) and any(left[quantity] < right[quantity] for quantity in shared)
+    same = any(left[quantity] == right[quantity] for quantity in shared)
     # A word is surely a unit if it comes twice, unlike those in "5 adds up to 10" and "Day 2: total - 10".
     is_unit = same or not (found["unit"] or "").isalpha()
     if found["dash"]:
@@ -370,14 +370,14 @@ def _joined(one: re.Match[str], other: re.Match[str]) -> bool:
 
 
 def _sizes(unit: str) -> dict[str, int]:
-    """The place of a unit on each ladder that has it; a word that is on none has a ladder of its own."""
+    """The place of a unit, from the largest, in each quantity that has it; any other word is a quantity of its own."""
     word = unit.strip().lower()
     one = word.rstrip("s") if len(word) > 2 else word
     found = {
-        ladder: place
-        for ladder in _UNITS_BY_SIZE
-        for place, rung in enumerate(ladder.split())
-        if {word, one} & {*rung.split("/")}
+        quantity: place
+        for quantity in _UNITS_BY_SIZE
+        for place, forms in enumerate(quantity.split())
+        if {word, one} & {*forms.split("/")}
     }
     return found or ({one: 0} if word and re.match(_NOT_COUNTED, word) else {})
 
