@@ -42,7 +42,7 @@ _UNREAD = re.compile(
     rf"\.(?:(?P<rows>(?:{_OTHERS})|(?:{_OTHERS}|jsonl?|ndjson|parquet){_PACKED})|(?:zip|7z|tgz|tar)(?:{_PACKED})?)$",
     re.IGNORECASE,
 )
-_READ = re.compile(rf"(?:{'|'.join(map(re.escape, sorted(_SUFFIXES, key=len, reverse=True)))})$", re.IGNORECASE)
+_READ = re.compile(rf"(?:{'|'.join(map(re.escape, _SUFFIXES))})$", re.IGNORECASE)
 _GZIP = b"\x1f\x8b"
 _SPLITS = ("train", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation", "heldout", "holdout")
 # The suffix of a shard's name; older ones end with a part of a digest.
@@ -366,9 +366,9 @@ def _seen(value: Any, type_: Any) -> Any:
     if value is None:
         return None
     if kinds.is_float32(type_) or kinds.is_float16(type_):
-        return (
-            value if value.is_integer() else float(str((np.float32 if kinds.is_float32(type_) else np.float16)(value)))
-        )
+        narrow = np.float32 if kinds.is_float32(type_) else np.float16
+        # The shortest decimal of a large whole number has zeros in place of its last digits.
+        return value if value.is_integer() else float(str(narrow(value)))
     if kinds.is_struct(type_):
         return {field.name: _seen(value[field.name], field.type) for field in type_}
     if kinds.is_map(type_):

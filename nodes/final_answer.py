@@ -312,9 +312,10 @@ def final_number(text: str) -> Fraction | None:
 def _range_of(text: str, *, whole: bool = True) -> tuple[str, str] | None:
     """The ends of the range that the final part of a text is, or, unless `whole`, ends with; None without one."""
     plain = _without_latex(_final_part(text)).strip(" \n\t$%.")
-    found = [_RANGE.fullmatch(plain)] if whole else list(_RANGE.finditer(plain))[-1:]
-    ends = [match.groups() for match in found if match is not None]
-    return tuple(each.replace(",", "") for each in ends[0]) if ends else None  # type: ignore[return-value]
+    *_, match = [None, *_RANGE.finditer(plain)]
+    if match is None or (whole and match[0] != plain):
+        return None
+    return match[1].replace(",", ""), match[2].replace(",", "")
 
 
 def _is_continued(matches: list[re.Match[str]], place: int) -> bool:

@@ -68,7 +68,6 @@ class Engine(GroupStream):
         self.model = model = open_part(spec, context, ranks)
         origin = context.weights.get("behaviour")
         self.precision = origin.precision if origin is not None else ""
-        self.exact = origin is None or origin.exact("float32" if spec.lora is not None else context.dtype)
         if self.precision:
             check_precision(spec, self.precision, ranks.size(TENSOR))
             require_products(self.precision, context.device)
@@ -257,8 +256,8 @@ class Engine(GroupStream):
 
     def measured(self, group: SampledGroup, rollouts: Rollouts) -> Metrics:
         self.unmeasured = self.unmeasured or any(o % self.context.batch == 0 for o in group.prompts.ordinals[:1])
-        # The trainer's weights are not here if they were rounded on the way.
-        if not (self.comparable and self.exact and self.unmeasured and group.versions == {self.version}):
+        comparable = self.comparable and self.has_trainers_weights
+        if not (comparable and self.unmeasured and group.versions == {self.version}):
             return {}
         self.unmeasured = False
         measured = mismatch(self.unpacked, rollouts)

@@ -8,17 +8,23 @@ from penstock.nodes.generate.kv_cache import cache_length
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.open_model import ModelSpec, spec_of
 
+# How a user chooses our engine, where no call names one.
+FLAG = f"--engine {OURS}"
+
 
 def engine_of(context: Context | None, option: str) -> str:
     """The engine that a call names, or else that of the run."""
     return option or (OURS if context is None else context.engine)
 
 
-def engine_lacks(engine: str, context: Context, temperature: float, spec: ModelSpec | None) -> list[tuple[str, str]]:
-    """The settings of a run, of a call and of its model that an engine does not support, as (given, needed)."""
+def engine_lacks(
+    engine: str, context: Context, temperature: float, spec: ModelSpec | None, ours: str = FLAG
+) -> list[tuple[str, str]]:
+    """The settings of a run, of a call and of its model that an engine does not support, as (given, needed). `ours` is
+    how the user chooses our engine."""
     kind, origin = ENGINES[engine], context.weights.get("behaviour")
     precision = "" if origin is None else origin.precision
-    exact = f"--engine {OURS}: with {engine} no run is repeatable to the bit"
+    exact = f"{ours}: with {engine} no run is repeatable to the bit"
     other = {axis for axis, _ in context.mesh} - set(kind.axes)
     family = None if spec is None else spec.config.family
     needs = {
@@ -27,56 +33,56 @@ def engine_lacks(engine: str, context: Context, temperature: float, spec: ModelS
         "--invariant": (context.invariant and not kind.exact, exact),
         "--replay-routing": (
             context.replay_routing and not kind.mixtures,
-            f"--engine {OURS}: {engine}'s experts are not recorded",
+            f"{ours}: {engine}'s experts are not recorded",
         ),
         f"a mixture of experts ({family.model_type if family else ''})": (
             family is not None and family.experts and not kind.mixtures,
-            f"a model without, or --engine {OURS}: no reload of experts is proved for {engine}",
+            f"a model without, or {ours}: no reload of experts is proved for {engine}",
         ),
         f"a {family.model_type if family else ''}": (
             family is not None and family.model_type in kind.untested_families,
-            f"another model, or --engine {OURS}: no reload of these is proved for {engine}",
+            f"another model, or {ours}: no reload of these is proved for {engine}",
         ),
         "adapters (LoRA)": (
             spec is not None and spec.lora is not None and not kind.adapters,
-            f"all weights, or --engine {OURS}: adapters are not sent to {engine}",
+            f"all weights, or {ours}: adapters are not sent to {engine}",
         ),
         f"weights in {precision}": (
             bool(precision) and not kind.eight_bit,
-            f"those of the run's dtype, or --engine {OURS}",
+            f"those of the run's dtype, or {ours}",
         ),
-        **(_of_heads(kind, context, spec.config) if spec is not None else {}),
-        **(_of_long_texts(kind, context, spec.config) if spec is not None else {}),
+        **(_of_heads(kind, context, spec.config, ours) if spec is not None else {}),
+        **(_of_long_texts(kind, context, spec.config, ours) if spec is not None else {}),
         f"temperature {temperature}": (
             0 < temperature < kind.coldest or temperature > kind.hottest,
             f"0, or {kind.coldest:g} to {kind.hottest:g}, as {engine} has it",
         ),
-        "a mesh of several ranks": (bool(other), f"more replicas (--generators), or --engine {OURS}"),
+        "a mesh of several ranks": (bool(other), f"more replicas (--generators), or {ours}"),
     }
     return [(given, needed) for given, (lacks, needed) in needs.items() if lacks]
 
 
-def _of_heads(kind: EngineKind, context: Context, config: ModelConfig) -> dict[str, tuple[bool, str]]:
+def _of_heads(kind: EngineKind, context: Context, config: ModelConfig, ours: str) -> dict[str, tuple[bool, str]]:
     """Widths of a model's heads that the engine does not support: given → (whether it lacks this, needed)."""
     width, own = config.head_dim, config.hidden_size // config.num_attention_heads
     known = ", ".join(map(str, kind.heads_on_cpu))
     return {
         f"a {config.model_type} with heads {width} wide": (
             width != own and config.model_type in kind.fixed_heads,
-            f"hidden_size / num_attention_heads, {own}, as it takes them to be, or --engine {OURS}",
+            f"hidden_size / num_attention_heads, {own}, as it takes them to be, or {ours}",
         ),
         f"heads {width} wide on a CPU": (
             context.device == "cpu" and bool(kind.heads_on_cpu) and width not in kind.heads_on_cpu,
-            f"heads {known} wide, which it has kernels for there, or --engine {OURS}",
+            f"heads {known} wide, which it has kernels for there, or {ours}",
         ),
     }
 
 
-def _of_long_texts(kind: EngineKind, context: Context, config: ModelConfig) -> dict[str, tuple[bool, str]]:
+def _of_long_texts(kind: EngineKind, context: Context, config: ModelConfig, ours: str) -> dict[str, tuple[bool, str]]:
     """What the engine does not support in texts as long as a run's: given → (whether it lacks this, needed)."""
     length, window = cache_length(config.max_position_embeddings, context), config.sliding_window
     scaling = config.rope_scaling
-    shorter = f"(less --max-tokens, or --max-prompt), or --engine {OURS}"
+    shorter = f"(less --max-tokens, or --max-prompt), or {ours}"
     mixed = len({*config.layer_types}) > 1 and config.model_type in kind.one_window
     told = {
         f"a {config.model_type} some of whose layers have a window, and texts of {length} tokens": (
@@ -101,10 +107,8 @@ def can_decode(call: Call) -> None:
     if call.context is None or engine == OURS or engine not in ENGINES:
         return
     number = float(temperature) if isinstance(temperature, int | float) else 1.0  # else reported for the option itself
-    if lacks := engine_lacks(engine, call.context, number, spec_of(call, "behaviour")):
-        what, flag = f"{call.what}: engine {engine}", f"--engine {OURS}"
-        # The flag does not change a call that names its engine.
-        ours = f'engine="{OURS}" here' if call.options.get("engine") else flag
-        raise GraphError(
-            *(Fault("engine-cannot", what, given, lack.replace(flag, ours), call.node.where) for given, lack in lacks)
-        )
+    # The flag does not change a call that names its engine.
+    ours = f'engine="{OURS}" here' if call.options.get("engine") else FLAG
+    if lacks := engine_lacks(engine, call.context, number, spec_of(call, "behaviour"), ours):
+        what = f"{call.what}: engine {engine}"
+        raise GraphError(*(Fault("engine-cannot", what, given, needed, call.node.where) for given, needed in lacks))

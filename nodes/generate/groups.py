@@ -208,6 +208,13 @@ class GroupStream(ABC):
         return self.sampler.temperature > 0 and not self.sampler.cuts
 
     @property
+    def has_trainers_weights(self) -> bool:
+        """True if weights arrive with the bits of the trainer's, so that log-probabilities can be compared with its."""
+        origin = self.context.weights.get("behaviour")
+        # Adapters are float32, whatever the model computes in.
+        return origin is None or origin.exact("float32" if self.spec.lora is not None else self.context.dtype)
+
+    @property
     def max_prefix(self) -> int:
         """Tokens of the longest prompt, or conversation so far, that leaves room for a turn."""
         return self.length - self.context.max_tokens

@@ -335,9 +335,7 @@ class VllmEngine(GroupStream):
         figures: Metrics = {"stale_cache": 0.0}
         if self.comparable and self.vllm.compared < COMPARED and self.vllm.live_tokens(rollouts):
             found = self.vllm.prove(rollouts, f"generate, group {group.prompts.ordinals[0]}")
-            origin = self.context.weights.get("behaviour")
-            # The trainer's weights are not here if they were rounded on the way.
-            if origin is None or origin.exact(self.context.dtype):
+            if self.has_trainers_weights:
                 figures["mismatch"] = found
             figures["weights_copied"] = float(self.vllm.copied)
         return figures

@@ -97,7 +97,8 @@ def unknown_flags(
     strange = [word for word in given if word != "-h" and word.replace("--no-", "--", 1) not in flags]
     said = list[str]()
     for word in strange:
-        why = fixed.get(name := word.lstrip("-").replace("-", "_"), "")
+        name = word.lstrip("-").replace("-", "_")
+        why = fixed.get(name, "")
         # One with a single dash may be a flag of this command.
         if not why and word.startswith("--") and name in {field.name for field in fields(RunFlags)}:
             why = ", which `penstock run` has"
