@@ -11,7 +11,7 @@ from heapq import nlargest
 from itertools import islice
 from typing import Any, TypeVar
 
-from penstock.graph.context import Context
+from penstock.graph.context import Context, rounds
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.imports import imported, short
 from penstock.graph.protocols import EXPERT, STAGE, TENSOR, Axes, num_ranks, rule_of
@@ -106,6 +106,10 @@ class ModelSpec:
     lora: Lora | None = None
     base: Context = field(default_factory=Context)
 
+    def sent_dtype(self, dtype: str) -> str:
+        """The dtype of the weights that a trainer sends if the model computes in `dtype`: adapters are float32."""
+        return dtype if self.lora is None else "float32"
+
     def check_mesh(self, mesh: Axes, *, decodes: bool = False) -> None:
         """Raises ModelError if the model does not fit on the ranks of a mesh: to decode with it (`decodes`), or to
         train or read it."""
@@ -163,6 +167,9 @@ def computes(call: Call) -> None:
     try:
         if origin.context.invariant:
             CausalLM(spec.config, torch_dtype(origin.context.dtype), "meta").be_invariant()
+            if rounds(origin.wire, spec.sent_dtype(origin.context.dtype)):
+                needed = "no --wire with --invariant: weights then travel as the trainer computes with them"
+                raise ModelError(f"given --wire {origin.wire}, needed {needed}")
         code = "no-precision"
         if origin.precision:
             check_precision(spec, origin.precision)

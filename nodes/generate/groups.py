@@ -211,8 +211,7 @@ class GroupStream(ABC):
     def has_trainers_weights(self) -> bool:
         """True if weights arrive with the bits of the trainer's, so that log-probabilities can be compared with its."""
         origin = self.context.weights.get("behaviour")
-        # Adapters are float32, whatever the model computes in.
-        return origin is None or origin.exact("float32" if self.spec.lora is not None else self.context.dtype)
+        return origin is None or origin.exact(self.spec.sent_dtype(self.context.dtype))
 
     @property
     def max_prefix(self) -> int:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast
 
-from penstock.graph.context import rounds
 from penstock.graph.errors import Fault
 from penstock.graph.ir import PRECISIONS, Graph
 from penstock.host import cache_folder
@@ -178,9 +177,6 @@ def invariance_lacks(graphs: Sequence[Graph], device: str, flags: RunOptions) ->
     if device != "cpu":
         yield Fault("not-invariant", what, f"the device {device}", "--device cpu: kernels of GPUs add up as they like")
     yield from filter(None, (invariance_lack(pool, mesh) for pool, mesh in read_meshes(flags.mesh).items()))
-    if rounds(flags.wire, "float32" if flags.lora else flags.dtype):
-        needed = "no --wire: weights then travel as the trainer computes with them"
-        yield Fault("not-invariant", what, f"--wire {flags.wire}", needed)
     for node in (node for graph in graphs for node in graph.nodes if node.precision):
         given, needed = f"weights in {node.precision} (from {node.name})", "a broadcast without a precision"
         yield Fault("not-invariant", what, given, f"{needed}: the trainer computes in its own", node.where)

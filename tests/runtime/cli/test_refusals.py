@@ -207,6 +207,18 @@ def test_check_refuses_what_a_run_cannot_compute(
     assert re.search(said, " ".join(capsys.readouterr().out.split()))
 
 
+def test_adapters_of_a_programs_own_travel_in_float32_if_a_run_is_invariant(
+    tmp_path: Path, here: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = (LANGUAGE.parents[1] / "programs" / "aipo.py").read_text()
+    (tmp_path / "mine.py").write_text(re.sub(r"\bPolicy\b", "LoraPolicy", source))
+    for wire, status, said in ((), 0, "no faults"), (("--wire", "bfloat16"), 1, "given   --wire bfloat16"):
+        with pytest.raises(SystemExit) as leaving:
+            main(["check", "mine.py:aipo", "--invariant", "--dtype", "bfloat16", *wire])
+        assert leaving.value.code == status
+        assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("gpu", "needed"), [("H100", "fp8, or none"), ("A100", "none")])
 def test_check_names_the_precisions_that_can_be_given_for_a_kind_of_gpu(
     gpu: str, needed: str, tmp_path: Path, here: None, capsys: pytest.CaptureFixture[str]
