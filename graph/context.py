@@ -158,6 +158,12 @@ def rounds(wire: str, dtype: str) -> bool:
     return wire not in ("", dtype)
 
 
+def problems_made(data: str) -> str:
+    """The problems that `--data` asks to make as needed, "arithmetic" or "calculator"; "" if it names rows."""
+    name = data.partition(":")[0] or "arithmetic"
+    return name if name in ("arithmetic", "calculator") else ""
+
+
 @dataclass(frozen=True)
 class BatchPart:
     """The part of its batch that an accumulating update is called with (`NodeDef.accumulate`): `number`, from 0, of

@@ -11,7 +11,7 @@ from heapq import nlargest
 from itertools import islice
 from typing import Any, TypeVar
 
-from penstock.graph.context import Context, rounds
+from penstock.graph.context import Context, problems_made, rounds
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.imports import imported, short
 from penstock.graph.protocols import EXPERT, STAGE, TENSOR, Axes, num_ranks, rule_of
@@ -437,7 +437,7 @@ def initial_model(data: str) -> tuple[ModelConfig, Tokenizer]:
     Weights start near 1 / √width: with the usual 0.02 a model this narrow stays on its first plateau for over 1000
     updates of arithmetic, instead of some 200.
     """
-    arithmetic = data.partition(":")[0] in ("", "arithmetic")
+    arithmetic = problems_made(data) == "arithmetic"
     tokenizer = byte_tokenizer(ALPHABET if arithmetic else None)
     config = ModelConfig(
         vocab_size=tokenizer.vocab_size,

@@ -28,7 +28,7 @@ from typing import Any
 
 from penstock.graph import GraphError, Program, check, load, trace
 from penstock.graph.check import by_place
-from penstock.graph.context import Context
+from penstock.graph.context import Context, problems_made
 from penstock.graph.engines import OURS as OUR_ENGINE
 from penstock.graph.errors import Fault, defined, fault, nearest
 from penstock.graph.imports import imported, public_in, reach, resolve
@@ -67,9 +67,8 @@ INSTEAD = {
     "eval_split": "--data-split, of which it reads --data",
     "eval_groups": "--updates and --batch, by which it reads --data",
 }
-# The flags of what is read, and words for data that is made: the base model knows them.
+# The flags of what is read.
 OF_DATA = "data", "data_split", "eval_data", "eval_split", "held_out", "prompt_field", "answer_field", "row", "system"
-MADE = "arithmetic", "calculator"
 # Prefixes of the names of our modules; the last is the module with which a child was started.
 OURS = ("penstock.", "importlib", "__main__")
 
@@ -149,7 +148,7 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
         if verb in ("check", "run"):
             faults += unread_flags(program, made, flags, typed)
             # Rows that are kept from a program for no measurement would be lost to it.
-            if flags.held_out is None and not is_made(flags.data) and not measures(made):
+            if flags.held_out is None and not problems_made(flags.data) and not measures(made):
                 flags = dataclasses.replace(flags, held_out=0)
         faults += adapter_lacks(made, flags)
         faults += precision_unused(made, flags)
@@ -329,7 +328,7 @@ def unread_flags(
     return [
         Fault("unmet-rule", f"--{name.replace('_', '-')}", f"{value} {why}", needed, program.where)
         for name, (why, needed) in unread.items()
-        if name in typed and (value := getattr(flags, name)) and not is_made(str(value))
+        if name in typed and (value := getattr(flags, name)) and not problems_made(str(value))
     ]
 
 
@@ -348,11 +347,6 @@ def of_user(graphs: Sequence[Graph]) -> bool:
 def measures(graphs: Sequence[Graph]) -> bool:
     """True if something may be measured on held-out problems: by an evaluation, or by a node."""
     return len(graphs) > 1 or of_user(graphs) or any(made.evaluates for made in _definitions(graphs))
-
-
-def is_made(data: str) -> bool:
-    """True if `data` names no rows, but problems that are made as needed."""
-    return data.partition(":")[0] in ("", *MADE)
 
 
 def adapter_lacks(graphs: Sequence[Graph], flags: Any) -> Iterator[Fault]:

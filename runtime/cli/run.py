@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from penstock.graph.context import problems_made
 from penstock.graph.errors import Fault
 from penstock.graph.hub import model_folder
 from penstock.runtime.cli.base_model import base_model
@@ -115,7 +116,7 @@ def sound_run(found: Chosen, cluster: Cluster) -> RunConfig:
     require_devices(config.plan, cluster, config.flags.dtype, traced.gpus)
     require_precision(config.graphs, cluster, config.flags)
     require_installed(config, cluster)
-    if traced.base and not flags.model and not is_made_up(flags.data):
+    if traced.base and not flags.model and problems_made(flags.data) != "arithmetic":
         whose = "" if "data" in traced.typed else f", the default of {traced.name}"
         raise CommandError(
             f"--model: given none for --data {flags.data}{whose}; needed --model DIR, a model that knows such data: "
@@ -162,7 +163,7 @@ def _run(
     config = sound_run(found, cluster)
     require_processes(config, cluster, flags)
     needs_base = traced.base and not flags.model
-    data = [data for data in (flags.data, flags.eval_data) if not is_made_up(data)]
+    data = [data for data in (flags.data, flags.eval_data) if not problems_made(data)]
     digests = source_digests([*data, *traced.code])
     # Created after all checks: a mistake on the command line leaves no folder.
     with nullcontext(made) if made else _new_folder(traced) as folder:
@@ -247,12 +248,7 @@ def absolute_paths(flags: RunFlags) -> RunFlags:
         return str(absolute(given)) if Path(given).exists() else given
 
     model = flags.model if flags.model in ("", NEW) else made(model_folder(flags.model))
-    data, eval_data = (given if is_made_up(given) else made(given) for given in (flags.data, flags.eval_data))
+    data, eval_data = (given if problems_made(given) else made(given) for given in (flags.data, flags.eval_data))
     file, colon, name = flags.row.rpartition(":")
     row = f"{made(file)}:{name}" if colon and file.endswith(".py") else flags.row
     return replace(flags, model=model, data=data, eval_data=eval_data, row=row)
-
-
-def is_made_up(data: str) -> bool:
-    """True if `--data` names problems that are drawn from the seed, not a file."""
-    return data.partition(":")[0] in ("", "arithmetic")

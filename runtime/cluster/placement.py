@@ -365,7 +365,9 @@ def _check_names(cluster: Cluster, roles: Sequence[_Role]) -> None:
     names = [role.name for role in roles]
     for pool in cluster.pools:
         if pool not in names:
-            raise ClusterError(f"--cluster: pools.{pool}: no pool of this program has that name; {nearest(pool, names)}")
+            raise ClusterError(
+                f"--cluster: pools.{pool}: no pool of this program has that name; {nearest(pool, names)}"
+            )
 
 
 def _check_spread(role: _Role, mesh: Axes, generators: int, tp_over_hosts: bool) -> None:

@@ -28,6 +28,7 @@ from penstock.runtime.cli.display import Line
 from penstock.runtime.cli.flags import RunFlags
 from penstock.runtime.cli.launching import finish, going_on, summary_text
 from penstock.runtime.cli.planned import require_devices
+from penstock.runtime.cli.run import absolute_paths
 from penstock.runtime.cli.sources import own_files
 from penstock.runtime.cli.tracing import CommandError, Traced, ask_child, require_inputs
 from penstock.runtime.cluster.cluster import Cluster
@@ -489,6 +490,15 @@ def stopped(processes: Processes, tmp_path: Path, monkeypatch: Patch) -> RunFold
     monkeypatch.chdir(tmp_path)
     processes.status, processes.summary = DONE, SUMMARY
     return RunFolder.open(home / "run")
+
+
+@pytest.mark.parametrize("data", ["arithmetic", "arithmetic:2", "calculator"])
+def test_problems_that_are_made_are_no_folder_of_that_name(tmp_path: Path, monkeypatch: Patch, data: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in (data, "rows"):
+        (tmp_path / name).mkdir()
+    flags = absolute_paths(RunFlags(data=data, eval_data="rows"))
+    assert (flags.data, flags.eval_data) == (data, str(tmp_path / "rows"))
 
 
 def test_paths_are_kept_absolute_so_that_a_run_goes_on_from_anywhere(stopped: RunFolder, processes: Processes) -> None:
