@@ -130,6 +130,7 @@ def gae(
     values: Values,
     rollouts: Rollouts,
     reference: Logprobs | None = None,
+    proximal: Logprobs | None = None,
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
@@ -139,9 +140,10 @@ def gae(
     """Generalised advantages of all sampled tokens, and the returns that the critic learns (arXiv 1506.02438, eq. 16).
 
     The reward comes at a response's last sampled token. With a `reference`, each token's reward is reduced by
-    `kl` · (log μ − log π_ref) (InstructGPT, arXiv 2203.02155, equation 2). `whitened` advantages have mean 0 and
-    deviation 1 over the batch. Raises ValueError for numbers of another shape than the rollouts', and for rollouts
-    without μ if there is a `reference`.
+    `kl` · (log π − log π_ref) (InstructGPT, arXiv 2203.02155, equation 2). `proximal` is log π, from `policy_logprobs`;
+    without it μ stands for π, which is exact for samples of the newest weights only. `whitened` advantages have mean 0
+    and deviation 1 over the batch. Raises ValueError for numbers of another shape than the rollouts', and for rollouts
+    without μ if there is a `reference` and no `proximal`.
     """
     check_shape("gae: given values", values.values_NT.shape, rollouts, each="token")
     check_shape("gae: given rewards", rewards.values_N.shape, rollouts, each="response")
@@ -151,8 +153,12 @@ def gae(
     # In the reward and not in the loss: the cost of a token counts for the tokens before it, too.
     if reference is not None:
         check_shape("gae: given reference", reference.logprobs_NT.shape, rollouts, each="token")
-        behaviour_NT = behaviour_logprobs(rollouts, "gae, with a reference")
-        rewards_P = rewards_P - kl * (behaviour_NT[place] - reference.logprobs_NT[place])
+        if proximal is None:
+            policy_NT = behaviour_logprobs(rollouts, "gae, with a reference")
+        else:
+            check_shape("gae: given proximal", proximal.logprobs_NT.shape, rollouts, each="token")
+            policy_NT = torch.as_tensor(proximal.logprobs_NT)
+        rewards_P = rewards_P - kl * (policy_NT[place] - reference.logprobs_NT[place])
     values_P = values.values_NT[place]
     advantages_P, returns_P = generalized_advantages(rewards_P, values_P, sequence_P, gamma=gamma, lam=lam)
     metrics = {

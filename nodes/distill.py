@@ -90,7 +90,8 @@ def distillation_advantage(rollouts: Rollouts, teacher: Logprobs) -> tuple[Token
 
     Thinking Machines Lab, "On-Policy Distillation" (2025); the policy gradient of MiniLLM (Gu et al. 2023,
     arXiv 2306.08543), section 2.2, with discount 0: a token answers for its own divergence, not for later ones. With
-    the loss `reinforce` the mean gradient over tokens sampled with π is that of `reverse_kl`.
+    the loss `reinforce` the mean gradient over tokens sampled with π is that of `reverse_kl`; tokens sampled with older
+    weights need the loss `distillation`, which has log π in place of log μ.
 
     `teacher` is at the sampling temperature, as from `reference_logprobs`.
 

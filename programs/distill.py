@@ -19,7 +19,7 @@ from penstock.graph import broadcast, program
 from penstock.graph.types import Policy, Prompts, Teacher
 from penstock.nodes.distill import distill_update, distillation_advantage, reference_logprobs
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.losses import aipo
+from penstock.nodes.learn.losses import distillation
 from penstock.nodes.learn.update import policy_update
 from penstock.programs.evaluate import evaluate
 
@@ -53,6 +53,6 @@ def distill(
         return {"policy": distill_update(policy, teacher, rollouts, lr=lr), "teacher": teacher}
     advantage = distillation_advantage(rollouts, reference_logprobs.on("teacher")(teacher, rollouts))
     return {
-        "policy": policy_update(policy, rollouts, advantage, loss=partial(aipo, rho=rho), lr=lr),
+        "policy": policy_update(policy, rollouts, advantage, loss=partial(distillation, rho=rho), lr=lr),
         "teacher": teacher,
     }

@@ -23,6 +23,8 @@ def reinforce(
 ) -> Policy:
     """REINFORCE: Σ_t ∇ log π(y_t) · (r − b), averaged over responses.
 
+    The loss is divided by --max-tokens, too, which AdamW does not see.
+
     Args:
         samples: responses per prompt.
         lag: how many updates old the generator's weights may be; nothing corrects for them.

@@ -15,7 +15,7 @@ from pathlib import Path
 from penstock.graph import broadcast, program
 from penstock.graph.types import Critic, Policy, Prompts, Reference, RewardModel
 from penstock.nodes.critic import critic_update, critic_values, gae
-from penstock.nodes.distill import reference_logprobs
+from penstock.nodes.distill import policy_logprobs, reference_logprobs
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.losses import ppo
 from penstock.nodes.learn.update import policy_update
@@ -52,7 +52,8 @@ def rlhf(
     rollouts = generate(prompts, broadcast(policy, lag=lag), samples=samples)
     accuracy(score(rollouts, by=math_answer))
     values, stay_close = critic_values(critic, rollouts), reference_logprobs(reference, rollouts)
-    advantage, returns = gae(reward_scores(reward, rollouts), values, rollouts, stay_close, kl=kl)
+    now = policy_logprobs(policy, rollouts) if lag else None  # what older weights have recorded is not the policy's
+    advantage, returns = gae(reward_scores(reward, rollouts), values, rollouts, stay_close, now, kl=kl)
     learnt = policy_update(policy, rollouts, advantage, loss=partial(ppo, clip_low=0.2, clip_high=0.2), lr=lr)
     expects = critic_update(critic, rollouts, values, returns, clip=None, lr=critic_lr)
     return {"policy": learnt, "critic": expects, "reference": reference, "reward": reward}

@@ -3,7 +3,7 @@ from torch import Tensor
 from penstock.graph import Policy, Prompts, Rewards, Rollouts, broadcast, node, program, requires
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.losses import Sampled, aipo, imitate, reads, segment_sum
+from penstock.nodes.learn.losses import Sampled, aipo, imitate, reads, segment_max, segment_sum
 from penstock.nodes.learn.update import policy_update, term
 from penstock.nodes.score import math_answer, score
 
@@ -18,6 +18,7 @@ def right(rollouts: Rollouts, rewards: Rewards) -> Rollouts:
 def spread(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
     """log of the response's share of the probability of all responses to its prompt: below it is spread out."""
     whole_N = segment_sum(logprobs_P, sampled.sequence_P, len(sampled.group_N))
+    whole_N = whole_N - segment_max(whole_N.detach(), sampled.group_N)[sampled.group_N]  # so that no sum of exp is 0
     share_N = whole_N - segment_sum(whole_N.exp(), sampled.group_N).log()[sampled.group_N]
     return share_N[sampled.sequence_P] / sampled.lengths_P
 

@@ -17,7 +17,7 @@ gradient. Log-probabilities are in nats.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -158,6 +158,17 @@ def aipo(logprobs_P: Tensor, sampled: Sampled, *, rho: float = 4.0) -> LossAndCl
     # A constant weight: with min(r, ρ) · A instead, the gradient would vanish wherever r > ρ.
     weight_P = ratio_P.clamp(max=rho).detach()
     return -weight_P * sampled.advantages_P * logprobs_P, ratio_P > rho
+
+
+@requires(reads("behaviour"), positive("rho"))
+def distillation(logprobs_P: Tensor, sampled: Sampled, *, rho: float = 4.0) -> LossAndClipped:
+    """`aipo` with the advantages of `distillation_advantage`, less what π has moved from μ since: log π_T − log π.
+
+    Its mean over samples of μ has the gradient of KL(π ‖ π_T) as far as no ratio exceeds ρ, for any age of μ: the
+    reward of this divergence depends on π itself. At π = π_T it is 0.
+    """
+    nearer_P = sampled.advantages_P + sampled.behaviour_P - logprobs_P.detach()
+    return aipo(logprobs_P, replace(sampled, advantages_P=nearer_P), rho=rho)
 
 
 @requires(reads("behaviour"), bound("clip_low", "clip_high"))

@@ -168,10 +168,11 @@ def policy_update(
 
     `loss` is a function of log π and `Sampled`, such as those of `losses`; its own options are bound with
     functools.partial. `average` says how token losses become one (see `batching.normaliser`); "constant" takes the
-    run's `max_tokens` as the longest response. `kl` times the divergence from the `reference` is added to each token's
-    loss, and `entropy` times the entropy of its distribution over the whole vocabulary is subtracted (the bonus of PPO,
-    arXiv 1707.06347, equation 9); then logits are computed twice. `lr` is a number or a schedule (see `optimizer`); a
-    `rate` that a node has computed takes its place. For the other options see `UpdateOptions`.
+    run's `max_tokens` as the longest response, also in conversations, where it bounds a turn. `kl` times the divergence
+    from the `reference` (k3, not weighted by π/μ) is added to each token's loss, and `entropy` times the entropy of its
+    distribution over the whole vocabulary is subtracted (the bonus of PPO, arXiv 1707.06347, equation 9); then logits
+    are computed twice. `lr` is a number or a schedule (see `optimizer`); a `rate` that a node has computed takes its
+    place. For the other options see `UpdateOptions`.
 
     `beside` are more terms of the same loss, made by `term`: each step minimises Σ weight · average of the term's token
     losses, where an average is over the term's own tokens or responses. All terms take part in each step, with a
@@ -324,7 +325,7 @@ class LossTerm:
             )
             loss_P, own = self._figures(self.loss(logprobs_P, sampled), logprobs_P)
             clipped_P = own.pop("ratio_clipped", torch.zeros_like(logprobs_P, dtype=torch.bool))
-            # k3, as in GRPO: its gradient is that of KL(π_ref ‖ π), and it is never negative.
+            # k3, as in GRPO: over samples of π its gradient is that of KL(π_ref ‖ π), and it is never negative.
             if self.kl:
                 loss_P = loss_P + self.kl * kl_estimate(logprobs_P, sampled.reference_P, estimator="k3")
             if self.entropy:

@@ -101,7 +101,7 @@ class TrainingOptions:
     batch: Positive = Context.batch
     """Fresh prompt groups per update."""
     lr_warmup: Annotated[Count | None, Shown("UPDATES", "0; of sft 20")] = Context.lr_warmup
-    """Updates over which the learning rate of each model rises linearly to its maximum."""
+    """Updates over which the learning rate of each model rises linearly. --lr-decay lowers it at the same time."""
     lr_decay: Annotated[Decay, Shown("{constant,linear,cosine}", "constant; of sft cosine")] = ""
     """How the learning rate falls to 0 at the end of the run: linearly, or along half a cosine."""
     seed: Seed = Context.seed

@@ -30,6 +30,7 @@ from penstock.nodes.learn.losses import (
     aipo,
     cispo,
     decoupled_ppo,
+    distillation,
     effective_sample_size,
     gspo,
     imitate,
@@ -235,11 +236,32 @@ def test_a_token_that_ppos_clip_takes_has_no_gradient(loss: Loss, sign: float) -
     assert not clipped_P.all()
 
 
+@pytest.mark.parametrize("age", [0.0, 0.3, 2.0])
+def test_samples_of_any_age_bring_a_student_to_its_teacher(age: float) -> None:
+    """The mean over all tokens that μ may sample, each with its probability, has the gradient of KL(π ‖ π_T)."""
+    generator = torch.Generator().manual_seed(3)
+    student, move, teacher = torch.randn(3, 7, generator=generator, dtype=torch.float64)
+    logits = student.requires_grad_()
+    logprobs, guide = logits.log_softmax(0), teacher.log_softmax(0)
+    behaviour = (student + age * move).log_softmax(0).detach()
+
+    def mean_gradient(guide: Tensor) -> Tensor:
+        sampled = known(guide - behaviour, behaviour=behaviour)
+        loss_P = loss_of(distillation(logprobs, sampled, rho=math.inf))
+        found: Tensor = torch.autograd.grad((behaviour.exp() * loss_P).sum(), logits, retain_graph=True)[0]
+        return found
+
+    whole = torch.autograd.grad(reverse_kl(logprobs[None], guide[None]).sum(), logits, retain_graph=True)[0]
+    torch.testing.assert_close(mean_gradient(guide), whole)
+    assert mean_gradient(logprobs.detach()).abs().max() < 1e-12
+
+
 def test_what_a_bound_takes_is_counted() -> None:
     logprobs = torch.linspace(-3, -1, 8)
     tokens = far(logprobs)
     ratio = FAR.exp()
-    assert torch.equal(aipo(logprobs, tokens, rho=2.0)[1], ratio > 2)
+    for loss in (aipo, distillation):
+        assert torch.equal(loss(logprobs, tokens, rho=2.0)[1], ratio > 2)
     assert torch.equal(cispo(logprobs, tokens, clip_low=0.5, clip_high=1.0)[1], (ratio < 0.5) | (ratio > 2))
     by_token = importance_weighted(logprobs, tokens, level="token", bound="mask", cap=2.0, floor=0.5)
     assert torch.equal(by_token[1], (ratio < 0.5) | (ratio > 2))
