@@ -23,7 +23,7 @@ def reinforce(
 ) -> Policy:
     """REINFORCE: Σ_t ∇ log π(y_t) · (r − b), averaged over responses.
 
-    The loss is divided by --max-tokens, too, which AdamW does not see.
+    The loss is also divided by --max-tokens. Steps of AdamW do not depend on such a factor.
 
     Args:
         samples: responses per prompt.

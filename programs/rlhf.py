@@ -52,8 +52,8 @@ def rlhf(
     rollouts = generate(prompts, broadcast(policy, lag=lag), samples=samples)
     accuracy(score(rollouts, by=math_answer))
     values, stay_close = critic_values(critic, rollouts), reference_logprobs(reference, rollouts)
-    now = policy_logprobs(policy, rollouts) if lag else None  # what older weights have recorded is not the policy's
-    advantage, returns = gae(reward_scores(reward, rollouts), values, rollouts, stay_close, now, kl=kl)
+    now = policy_logprobs(policy, rollouts) if lag else None  # at a lag, older weights have sampled
+    advantage, returns = gae(reward_scores(reward, rollouts), values, rollouts, stay_close, proximal=now, kl=kl)
     learnt = policy_update(policy, rollouts, advantage, loss=partial(ppo, clip_low=0.2, clip_high=0.2), lr=lr)
     expects = critic_update(critic, rollouts, values, returns, clip=None, lr=critic_lr)
     return {"policy": learnt, "critic": expects, "reference": reference, "reward": reward}

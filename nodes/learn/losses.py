@@ -162,13 +162,12 @@ def aipo(logprobs_P: Tensor, sampled: Sampled, *, rho: float = 4.0) -> LossAndCl
 
 @requires(reads("behaviour"), positive("rho"))
 def distillation(logprobs_P: Tensor, sampled: Sampled, *, rho: float = 4.0) -> LossAndClipped:
-    """`aipo` with the advantages of `distillation_advantage`, less what π has moved from μ since: log π_T − log π.
+    """`aipo` with the advantage log π_T − log π, where `distillation_advantage` has log π_T − log μ.
 
-    Its mean over samples of μ has the gradient of KL(π ‖ π_T) as far as no ratio exceeds ρ, for any age of μ: the
-    reward of this divergence depends on π itself. At π = π_T it is 0.
+    Averaged over samples of μ, its gradient is that of KL(π ‖ π_T) for any age of μ, as long as no ratio exceeds ρ.
     """
-    nearer_P = sampled.advantages_P + sampled.behaviour_P - logprobs_P.detach()
-    return aipo(logprobs_P, replace(sampled, advantages_P=nearer_P), rho=rho)
+    advantages_P = sampled.advantages_P + sampled.behaviour_P - logprobs_P.detach()
+    return aipo(logprobs_P, replace(sampled, advantages_P=advantages_P), rho=rho)
 
 
 @requires(reads("behaviour"), bound("clip_low", "clip_high"))

@@ -131,10 +131,10 @@ def test_an_environments_token_is_no_action_and_each_other_one_pays_for_leaving_
     found, _, _ = gae.fn(rewards, values, rollouts, reference, kl=0.1, **options)
     torch.testing.assert_close(found.values_N, torch.tensor([[3 - 0.05 - 0.025, 0.0, 3 - 0.025, 0.0]]))
     # Tokens of older weights pay for where the policy itself is now.
-    own = Logprobs(reference.logprobs_NT + torch.tensor([[1.0, 9.0, -2.0, 9.0]]))
+    proximal = Logprobs(reference.logprobs_NT + torch.tensor([[1.0, 9.0, -2.0, 9.0]]))
     bare = replace(rollouts, logprobs_NT=None)
     for each in (rollouts, bare):
-        found, _, _ = gae.fn(rewards, values, each, reference, own, kl=0.1, **options)
+        found, _, _ = gae.fn(rewards, values, each, reference, proximal, kl=0.1, **options)
         torch.testing.assert_close(found.values_N, torch.tensor([[3 - 0.1 + 0.2, 0.0, 3 + 0.2, 0.0]]))
     gae.fn(rewards, values, bare)
     with pytest.raises(
