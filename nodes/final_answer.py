@@ -6,6 +6,7 @@ in two ways has no answer, since a wrong number must never score.
 
 import re
 from fractions import Fraction
+from functools import lru_cache
 
 from penstock.nodes import symbolic_math
 from penstock.nodes.data_files import FINAL
@@ -220,6 +221,8 @@ _NEAR = 40
 _UNITS = re.compile(r"[$€£%.\s]|(?<![A-Za-z])(?:[A-Za-z]{2,}|[gmshLNJWV])(?:[23]|\b)(?:/[A-Za-z]+)?")
 # A power of ten after a number that is an answer by itself.
 _TEN = re.compile(r"(?<=[0-9])\s*(?:\\times|\\cdot|[×·*])\s*10\s*\^\s*(?:\{\s*([−-]?[0-9]+)\s*\}|([−-]?[0-9]+))")
+# A text in which there is nothing of `_LATEX`.
+_BARE = re.compile(r"[ \n]?[0-9]*+[ \n]?")
 # Digits with their base.
 _BASE = re.compile(r"([0-9A-Z]+)_\{?([0-9]+)\}?")
 
@@ -274,6 +277,8 @@ def equals(response: str, answer: str) -> bool | None:
     return symbolic_math.grader().equal(answer, given if boxed is None else rf"\boxed{{{boxed}}}")
 
 
+# All responses of a group are compared with one answer.
+@lru_cache(maxsize=1024)
 def number_of(answer: str) -> Fraction | None:
     """The number that a reference answer, its box, or the text after its "####" is; None if that is not one number
     alone."""
@@ -429,6 +434,8 @@ def _is_within(match: re.Match[str]) -> bool:
 
 
 def _without_latex(text: str) -> str:
+    if _BARE.fullmatch(text):
+        return text
     for pattern, plain in _LATEX:
         text = pattern.sub(plain, text)
     return text
