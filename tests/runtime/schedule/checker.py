@@ -6,7 +6,8 @@ from the graph. The numbers in its errors are those of the invariants in the doc
 """
 
 import json
-from collections import defaultdict
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -137,13 +138,29 @@ class Buffers:
     coming: int = -1
 
 
+class Fates(dict[int, str]):
+    """The fate of each group that was started, and which groups are pending or lost: most events ask for these."""
+
+    def __init__(self) -> None:
+        self.pending: set[int] = set()
+        self.lost: list[int] = []  # sorted
+
+    def __setitem__(self, ordinal: int, fate: str) -> None:
+        super().__setitem__(ordinal, fate)
+        self.pending.discard(ordinal)
+        if fate == "pending":
+            self.pending.add(ordinal)
+        elif fate in ("dropped", "failed") and ordinal not in self.lost:
+            insort(self.lost, ordinal)
+
+
 @dataclass
 class Lineage:
     """What survives a crash: the state at a cut. `versions` by group, node, channel and turn. `places`: for order
     "ready", the number of groups before a group when it first read weights."""
 
     update: int = 0
-    fates: dict[int, str] = field(default_factory=dict)
+    fates: Fates = field(default_factory=Fates)
     made: dict[int, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
     values: dict[Firing, str] = field(default_factory=dict)
     versions: dict[tuple[int, str, str, int], int] = field(default_factory=dict)
@@ -166,6 +183,26 @@ class Work:
     def made(self, firing: Firing) -> Firing:
         """The name of its outputs: those of a paused firing belong to the next segment."""
         return firing._replace(segment=(firing.segment + 1) * self.paused)
+
+
+class Running(dict[Firing, Work]):
+    """The firings in progress, and how many there are of each node, and of each node on each group."""
+
+    def __init__(self) -> None:
+        self.of: Counter[str] = Counter()
+        self.on: Counter[tuple[str, int]] = Counter()
+
+    def __setitem__(self, firing: Firing, work: Work) -> None:
+        self._count(firing, firing not in self)
+        super().__setitem__(firing, work)
+
+    def __delitem__(self, firing: Firing) -> None:
+        super().__delitem__(firing)
+        self._count(firing, -1)
+
+    def _count(self, firing: Firing, by: int) -> None:
+        self.of[firing.node] += by
+        self.on[firing.node, firing.index] += by
 
 
 @dataclass
@@ -205,7 +242,7 @@ class Checker:
         self.doomed = self.cutting = self.final = self.last = False
         self.outliving = False
         self.copying: set[tuple[str, int]] = set()
-        self.running: dict[Firing, Work] = {}
+        self.running = Running()
         self.attempts: dict[Firing, int] = defaultdict(int)
         self.debris: set[tuple[Firing, str]] = set()
         self.awaited: dict[Answer, set[int]] = {}
@@ -512,11 +549,10 @@ class Checker:
     # Derived state ----------------------------------------------------------------------------------------
 
     def before(self, ordinal: int) -> int:
-        lost = sum(self.books.fates.get(g) in ("dropped", "failed") for g in range(ordinal))
-        return self.earlier + ordinal - lost
+        return self.earlier + ordinal - bisect_left(self.books.fates.lost, ordinal)
 
     def _pending(self) -> list[int]:
-        return sorted(g for g, fate in self.books.fates.items() if fate == "pending")
+        return sorted(self.books.fates.pending)
 
     def _due(self, name: str) -> bool:
         """True if the node has still to fire at the current update."""
@@ -603,7 +639,7 @@ class Checker:
 
     def _working(self, name: str, ordinal: int | None = None) -> bool:
         """True if a firing of a node is in progress, on this group or on any."""
-        return any(f.node == name and ordinal in (None, f.index) for f in self.running)
+        return bool(self.running.of[name] if ordinal is None else self.running.on[name, ordinal])
 
     def _begun(self) -> bool:
         per_update = any(f.node in self.applied for f in self.running)
@@ -673,9 +709,9 @@ class Checker:
             readers = [value._replace(node=answers), value._replace(node=speaks, turn=value.turn + 1)]
             readers += [value._replace(turn=value.turn + 1)] if facts.recalls else []
             return any(reader in self.running for reader in readers)
-        if any(self._working(r, value.index) for r in facts.readers if not self.facts[r].per_update):
+        if alive and any(self.facts[r].per_update or r not in made for r in facts.readers):
             return True
-        return alive and any(self.facts[r].per_update or r not in made for r in facts.readers)
+        return any(self._working(r, value.index) for r in facts.readers if not self.facts[r].per_update)
 
     # Firings ----------------------------------------------------------------------------------------------
 
@@ -711,8 +747,8 @@ class Checker:
     def _fire_group(self, facts: Facts, command: Fire) -> None:
         firing, ordinal, name = command.firing, command.firing.index, facts.name
         self._true(ordinal not in self.again, 16, f"{firing} before what is in work on its group has ended")
-        if facts.source:
-            self.books.fates.setdefault(ordinal, "pending")
+        if facts.source and ordinal not in self.books.fates:
+            self.books.fates[ordinal] = "pending"
         fate = self.books.fates.get(ordinal)
         self._true(command.groups == (ordinal,) and fate == "pending", 1, f"{command} of a group {fate}")
         self._true(name not in self.books.made[ordinal], 1, f"{firing} is done already")
@@ -981,13 +1017,14 @@ class Checker:
             waits = self.pinned or self.cut is not None or self._moving()
             self._true(waits, 9, "the cut could be written")
             return
+        pending = self._pending()
         for facts in self.facts.values():
             if facts.accumulate:
                 self._true(not self._could_accumulate(facts), 15, f"{facts.name} could take a part")
             if facts.off_path:
                 self._true(not self._could_fire(facts), 9, f"{facts.name} could start")
             elif not facts.per_update and not self.pinned:
-                for ordinal in self._pending():
+                for ordinal in pending:
                     self._true(not self._could_start(facts, ordinal), 9, f"{facts.name}[{ordinal}] could start")
 
     def _over(self, value: Firing) -> bool:
@@ -1063,7 +1100,8 @@ class Checker:
 
     def _ready(self, facts: Facts, ordinal: int) -> bool:
         """True if a group has all inputs of a node, and has still to start there."""
-        if not facts.waits <= self.books.made[ordinal].keys() or not self._its_turn(facts, ordinal):
+        made = self.books.made[ordinal]
+        if facts.name in made or not facts.waits <= made.keys() or not self._its_turn(facts, ordinal):
             return False
         if not self._to_start(facts, ordinal) or self.before(ordinal) >= self.total or ordinal in self.again:
             return False

@@ -50,9 +50,9 @@ def test_random_runs_keep_the_invariants_and_replay() -> None:
 
 
 @slow
-@pytest.mark.parametrize("first", range(40, 400, 90))
+@pytest.mark.parametrize("first", range(40, 360, 80))
 def test_many_random_runs_keep_the_invariants_and_replay(first: int) -> None:
-    live_through_all(range(first, first + 90))
+    live_through_all(range(first, first + 80))
 
 
 def live_through_all(seeds: range) -> None:

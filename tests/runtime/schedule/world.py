@@ -161,11 +161,13 @@ class World:
 
     def unreadable(self) -> list[Firing]:
         """The firings of updates that may find a value gone, and that no rank has answered yet."""
+        if not self.scheduler.lacking:
+            return []
         own, found = self.tables, []
         for firing, replica in self.scheduler.running.items():
             step, ranks = own.steps[firing.node], len(own.replicas[replica].ranks)
             left = sum(isinstance(event, Done) and event.firing == firing for event in self.pending)
-            if step.per_update and step.groups and self.scheduler.lacking and left == ranks:
+            if step.per_update and step.groups and left == ranks:
                 found.append(firing)
         return found
 
