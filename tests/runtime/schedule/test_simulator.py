@@ -55,7 +55,7 @@ def test_the_period_never_beats_the_bound(seeds: range) -> None:
     for seed in seeds:
         rng = Random(seed)
         setting = random_setting(rng)
-        rules = Rules(setting.rules.batch, end=80, versions=setting.rules.versions)
+        rules = Rules(setting.rules.batch, end=40, versions=setting.rules.versions)
         seconds = {n.name: rng.choice([0, 0.1, 1, 3]) for n in setting.graph.nodes if n.fires}
         sync = (rng.choice([0, 0.5]), rng.choice([0, 0.5]), rng.choice([0, 0.1]))
         result = simulated(setting.graph, setting.plan, rules, seconds, sync)
