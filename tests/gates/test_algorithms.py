@@ -1,8 +1,8 @@
 """Every algorithm of the library runs, and makes the demo's base better in a short run.
 
-The base solves about half of the problems. The share of solved problems in the last four of twenty updates must exceed
+The base solves about half of the problems. The share of solved problems in the last four of sixteen updates must exceed
 that in the first two by MARGIN; it grows by 0.3 to 0.4. Each update takes 32 prompts: with 16 the learning rate is at
-the limit for some algorithms (with one of four seeds, GRPO fell back to 0.3).
+the limit for some algorithms (with one of four seeds, GRPO fell back to 0.3). Four samples of each are enough.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ from penstock.runtime.record.folder import RunFolder
 from .running import assert_all_consumed, make_run, model_flags, rows, run_here, run_to_end, summary
 
 pytestmark = pytest.mark.timeout(400)
-MARGIN, UPDATES = 0.2, 20
+MARGIN, UPDATES = 0.2, 16
 TWO_CORES = Cluster(hosts=(Host(name="local", cores=2),))
 # Programs in which no policy samples, or that need a directory of another model. Tests of their own run them.
 ELSEWHERE = {"sft", "tool_sft", "evaluate", "toy", "rlhf", "distill", "tool_use", "reward_model"}
@@ -103,7 +103,7 @@ def base() -> str:
         ("rloo", {}),
         ("grpo", {}),
         ("dr_grpo", {}),
-        ("dapo", {}),
+        ("dapo", {"samples": 8}),  # with fewer it drops more groups, and samples more
         ("gspo", {"lr": 1e-4}),
         ("cispo", {"lr": 1e-4}),
         ("reinforce_pp", {"baseline": True, "minibatches": 2}),
@@ -112,12 +112,13 @@ def base() -> str:
         ("sequence_weighting", {}),
         ("decoupled_ppo", {"lr": 1e-4}),
         ("remax", {}),
-        ("vineppo", {"samples": 4}),  # its values are means over vines, not over samples
+        ("vineppo", {"vines": 2}),
     ],
 )
 def test_an_algorithm_makes_the_base_better(program: str, options: dict[str, Any], base: str, tmp_path: Path) -> None:
     flags = RunOptions(updates=UPDATES, batch=32, model=base, slots=128)
-    run = run_here(make_run(tmp_path / "run", program, {"lr": 3e-4, **options}, flags, cluster=TWO_CORES))
+    asked = {"lr": 3e-4, **({} if program == "remax" else {"samples": 4}), **options}
+    run = run_here(make_run(tmp_path / "run", program, asked, flags, cluster=TWO_CORES))
     assert len(rows(run)) == UPDATES
     assert_grows(run)
 

@@ -14,6 +14,8 @@ from tests.gates.running import assert_equal_bits, make_run, rows, run_here, sta
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # the first one may have to build the base
 
 Row = dict[str, Any]
+# Options of a program that learns in these runs: four samples of each prompt are enough.
+FOUR = {"samples": 4, "lr": 3e-4}
 
 
 def run(path: Path, program: str, options: dict[str, Any], base: str, updates: int, **flags: Any) -> Path:
@@ -31,14 +33,14 @@ def gain(figures: Sequence[Row], name: str, last: int = 3) -> float:
 @pytest.fixture(scope="module")
 def reward_model(base: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]:
     """Do a short run of `reward_model`; return the model's directory and the run's figures."""
-    folder = run(tmp_path_factory.mktemp("reward") / "r", "reward_model", {}, base, 30, batch=2)
-    return folder / "checkpoints" / "00000030" / "reward_model", rows(folder)
+    folder = run(tmp_path_factory.mktemp("reward") / "r", "reward_model", {}, base, 20, batch=2)
+    return folder / "checkpoints" / "00000020" / "reward_model", rows(folder)
 
 
 @pytest.fixture(scope="module")
 def taught(base: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]:
     """Do a short run of `ppo`; return the policy's directory and the run's figures."""
-    options = {"lr": 3e-4, "critic_lr": 1e-3}
+    options = {**FOUR, "critic_lr": 1e-3}
     folder = run(tmp_path_factory.mktemp("ppo") / "r", "ppo", options, base, 14)
     return folder / "checkpoints" / "00000014" / "policy", rows(folder)
 
@@ -61,14 +63,14 @@ def test_a_reward_model_learns_to_tell_right_from_wrong(reward_model: tuple[Path
 def test_rlhf_finds_right_answers_by_the_reward_model_alone(
     tmp_path: Path, base: str, reward_model: tuple[Path, list[Row]]
 ) -> None:
-    options = {"reward_model": str(reward_model[0]), "lr": 3e-4, "critic_lr": 1e-3}
-    figures = rows(run(tmp_path / "r", "rlhf", options, base, 20, batch=16))
+    options = {"reward_model": str(reward_model[0]), **FOUR, "critic_lr": 1e-3}
+    figures = rows(run(tmp_path / "r", "rlhf", options, base, 14, batch=16))
     assert gain(figures, "learned_reward") > 1.0
     assert gain(figures, "accuracy") > 0.1
 
 
 def test_online_dpo_learns_from_best_and_worst(tmp_path: Path, base: str) -> None:
-    figures = rows(run(tmp_path / "r", "online_dpo", {"lr": 3e-4}, base, 12))
+    figures = rows(run(tmp_path / "r", "online_dpo", {"lr": 3e-4}, base, 10))
     assert gain(figures, "reward_mean") > 0.08
     assert figures[0]["margin"] == 0.0
     assert max(row["margin"] for row in figures) > 0.5
@@ -78,32 +80,32 @@ def test_online_dpo_learns_from_best_and_worst(tmp_path: Path, base: str) -> Non
 def test_a_student_comes_closer_to_its_teacher(
     tmp_path: Path, base: str, taught: tuple[Path, list[Row]], full: bool
 ) -> None:
-    options = {"teacher_model": str(taught[0]), "lr": 3e-4, "full": full}
-    figures = rows(run(tmp_path / "r", "distill", options, base, 10))
+    options = {"teacher_model": str(taught[0]), **FOUR, "full": full}
+    figures = rows(run(tmp_path / "r", "distill", options, base, 8))
     assert gain(figures, "teacher_kl") < -0.2
 
 
 def test_a_reference_is_moved_at_every_fourth_update(tmp_path: Path, base: str) -> None:
-    figures = rows(run(tmp_path / "r", "moving_reference", {"lr": 3e-4, "every": 4}, base, 12))
+    figures = rows(run(tmp_path / "r", "moving_reference", {**FOUR, "every": 4}, base, 12))
     assert gain(figures, "reward_mean") > 0.1
     assert [row["version"] for row in figures if "average_distance" in row] == [4, 8, 12]
 
 
 def test_an_average_follows_and_is_what_is_evaluated(tmp_path: Path, base: str) -> None:
-    config = RunOptions(updates=16, model=base, batch=32, slots=256, eval_groups=100)
-    folder = run_here(make_run(tmp_path / "r", "ema", {"lr": 3e-4, "decay": 0.8}, config, evaluate=True))
+    config = RunOptions(updates=12, model=base, batch=32, slots=256, eval_groups=100)
+    folder = run_here(make_run(tmp_path / "r", "ema", {**FOUR, "decay": 0.8}, config, evaluate=True))
     figures = rows(folder)
     assert gain(figures, "reward_mean") > 0.1
     assert 0 < figures[0]["average_distance"] < figures[5]["average_distance"]
     assert summary(folder)["accuracy_after"] > summary(folder)["accuracy_before"] + 0.2
-    assert (folder / "checkpoints" / "00000016" / "average" / "config.json").exists()
+    assert (folder / "checkpoints" / "00000012" / "average" / "config.json").exists()
 
 
 def test_replay_learns_from_more_groups_than_are_fresh(tmp_path: Path, base: str) -> None:
-    figures = rows(run(tmp_path / "r", "replay", {"lr": 3e-4, "take": 16}, base, 12))
+    figures = rows(run(tmp_path / "r", "replay", {**FOUR, "take": 16}, base, 10))
     assert gain(figures, "reward_mean") > 0.1
-    assert [row["groups"] for row in figures] == [32] * 12
-    assert [row["replayed"] for row in figures] == [0] + [16] * 11
+    assert [row["groups"] for row in figures] == [32] * 10
+    assert [row["replayed"] for row in figures] == [0] + [16] * 9
     assert all(0 < row["replayed_age"] <= 4 for row in figures[1:])
 
 
