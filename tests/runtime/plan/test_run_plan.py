@@ -26,7 +26,7 @@ from penstock.runtime.plan.run_plan import KEY, RunPlan, pool_layouts, run_plan
 from penstock.runtime.plan.search import Solution
 from penstock.runtime.plan.workload import Lognormal, Workload
 
-CASES, FAST = 64, 4
+CASES, FAST = 44, 4
 """The number of random cases, and how many of them every test run includes."""
 PROGRAMS = ("aipo", "grpo", "ppo", "rlhf", "dapo", "online_dpo", "moving_reference", "tool_use", "ema", "remax")
 DENSE = sorted(name for name, shape in SHAPES.items() if not model_lack(shape))
