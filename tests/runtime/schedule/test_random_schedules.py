@@ -87,6 +87,23 @@ def live_through(rng: Random) -> None:
     assert (result.finish, result.outcomes) == (world.finish, world.outcomes)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_pinned_groups_that_are_lost_are_made_again_with_their_older_version(replicas: int) -> None:
+    """In a third of these runs a replica must go back to a version older than its own."""
+    rules = Rules(batch=2, end=6, versions="pinned", lost_replica="replace")
+    for seed in range(10):
+        made = World(replace(world(aipo(lag=2), rules, replicas).setting, loses=0.03))
+        assert made.end(rng=Random(seed)).status == "done"
+
+
+@pytest.mark.parametrize("update", [2, 3])
+def test_a_pinned_run_may_stop_in_its_last_updates(update: int) -> None:
+    """Its cut waits for the groups that need older versions: none of these may be past the last update."""
+    made = world(aipo(lag=2), Rules(batch=2, end=4, versions="pinned"), replicas=2)
+    made.until_fired("update", update)
+    assert made.stop().end().status == "done"
+
+
 class Runs(RuleBasedStateMachine):
     """A run whose ranks answer as Hypothesis chooses."""
 
