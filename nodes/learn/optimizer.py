@@ -88,8 +88,9 @@ class UpdateOptions(TypedDict, total=False):
     """Options of every update by AdamW, besides its learning rate `lr`, a number or a schedule.
 
     `clip_norm` bounds the 2-norm of each step's gradient, by default 1. `betas` are AdamW's decay rates of the two
-    moments, by default 0.9 and 0.95, `weight_decay` is its decoupled weight decay, by default 0. `micro_tokens` bounds
-    the tokens of a micro-batch, padding included; None, the default, chooses by the device.
+    moments, by default 0.9 and 0.95, `weight_decay` is its decoupled weight decay, by default 0, of norms and
+    biases too. `micro_tokens` bounds the tokens of a micro-batch, padding included; None, the default, chooses by the
+    device.
     """
 
     clip_norm: float
@@ -175,21 +176,21 @@ def betas(call: Call) -> None:
 
 @requires(not_negative("peak", "final"), count(0, "warmup"))
 def cosine(update: int, updates: int, *, peak: float, warmup: int = 0, final: float = 0.0) -> float:
-    """A linear warm-up over `warmup` updates to `peak`, times half a cosine from 1 to the share `final` at the end.
+    """A line over `warmup` updates up to `peak`, then half a cosine down to the share `final` of it at the run's end.
 
     The cosine of Loshchilov and Hutter 2016 (arXiv 1608.03983), equation 5, without restarts.
     """
-    fall = 0.5 * (1 + math.cos(math.pi * min(1.0, update / max(1, updates))))
+    fall = 0.5 * (1 + math.cos(math.pi * _after(warmup, update, updates)))
     return peak * (_rise(update, warmup) * (final + (1 - final) * fall))
 
 
 @requires(not_negative("peak", "final"), count(0, "warmup"))
 def linear(update: int, updates: int, *, peak: float, warmup: int = 0, final: float = 0.0) -> float:
-    """A linear warm-up over `warmup` updates to `peak`, times a line from 1 to the share `final` at the run's end.
+    """A line over `warmup` updates up to `peak`, then a line down to the share `final` of it at the run's end.
 
     `final=1.0` stays at the peak: only a warm-up.
     """
-    fall = 1 - min(1.0, update / max(1, updates))
+    fall = 1 - _after(warmup, update, updates)
     return peak * (_rise(update, warmup) * (final + (1 - final) * fall))
 
 
@@ -215,3 +216,8 @@ def _rise(update: int, warmup: int) -> float:
     """The share of the peak at update 0, 1, … of a warm-up; 1 from update `warmup` on."""
     # Above 0 for the first update: with a rate of 0 its batch would be useless.
     return min(1.0, (update + 1) / (warmup + 1))
+
+
+def _after(warmup: int, update: int, updates: int) -> float:
+    """The share of the updates after a warm-up that are done; 0 during the warm-up, and 1 after the run."""
+    return min(1.0, max(0, update - warmup) / max(1, updates - warmup))

@@ -35,7 +35,7 @@ def sft_update(
 ) -> tuple[AnyPolicy, Metrics]:
     """One AdamW step on the cross-entropy of the demonstrated responses, averaged over their tokens.
 
-    The learning rate is `lr` times a rise over `warmup` updates, times a cosine from 1 to `final` at the run's end.
+    The learning rate rises over `warmup` updates to `lr`, and falls along a cosine to `final` times `lr` at the end.
     """
     rollouts = demonstrated.fn(policy, demonstrations)
     worth = Advantages(torch.ones(len(rollouts)))  # imitation does not read it

@@ -101,9 +101,10 @@ class TrainingOptions:
     batch: Positive = Context.batch
     """Fresh prompt groups per update."""
     lr_warmup: Annotated[Count | None, Shown("UPDATES", "0; of sft 20")] = Context.lr_warmup
-    """Updates over which the learning rate of each model rises linearly. --lr-decay lowers it at the same time."""
+    """Updates over which the learning rate of each model rises linearly."""
     lr_decay: Annotated[Decay, Shown("{constant,linear,cosine}", "constant; of sft cosine")] = ""
-    """How the learning rate falls to 0 at the end of the run: linearly, or along half a cosine."""
+    """How the learning rate falls to 0 from the end of the warm-up to that of the run: linearly, or along half a
+    cosine."""
     seed: Seed = Context.seed
     """Seed of all random numbers: two runs with one seed draw the same numbers."""
     versions: Literal["free", "pinned"] = Rules.versions

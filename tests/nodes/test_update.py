@@ -755,14 +755,18 @@ def test_a_line_up_then_a_line_down() -> None:
     assert rates(partial(linear, peak=2.0)) == pytest.approx(falling)
     rising = [0.25, 0.5, 0.75, *[1.0] * 9]
     assert rates(partial(linear, peak=1.0, warmup=3, final=1.0)) == pytest.approx(rising)
-    assert rates(partial(linear, peak=1.0, warmup=3, final=0.5))[:4] == pytest.approx([0.25, 0.475, 0.675, 0.85])
+    assert rates(partial(linear, peak=1.0, warmup=6, final=0.5))[5:] == pytest.approx(
+        [6 / 7, 1, 0.875, 0.75, 0.625, 0.5, 0.5]
+    )
+    assert rates(partial(linear, peak=1.0, warmup=12))[9:] == pytest.approx([10 / 13, 11 / 13, 12 / 13])
 
 
 def test_half_a_cosine_from_the_peak_to_its_final_share() -> None:
     found = rates(partial(cosine, peak=4.0, final=0.5))
     assert (found[0], found[5], found[10], found[11]) == pytest.approx((4.0, 3.0, 2.0, 2.0))
     assert found == sorted(found, reverse=True)
-    assert rates(partial(cosine, peak=4.0, warmup=1, final=0.5))[0] == pytest.approx(2.0)
+    found = rates(partial(cosine, peak=4.0, warmup=2, final=0.5))
+    assert [found[update] for update in (0, 2, 6, 10)] == pytest.approx([4 / 3, 4.0, 3.0, 2.0])
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
