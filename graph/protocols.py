@@ -97,6 +97,15 @@ class Finite(Protocol):
 
 
 @runtime_checkable
+class Cyclic(Protocol):
+    """A source that reads its rows again after the last one."""
+
+    def epochs(self, ordinal: int) -> float:
+        """How many times all rows have been read once group `ordinal` is: 0.5 after half of them. A run's metric
+        `epoch`."""
+
+
+@runtime_checkable
 class Stream(Protocol):
     """The state of a node that works on several firings at once, such as an engine with slots."""
 

@@ -20,6 +20,8 @@ from penstock.graph.protocols import Array, Source, Vector
 Metrics = dict[str, float]
 # The prefix of the counts of tokens by lag. They are one metric, so that all of them in a row come from one node.
 BY_LAG = "tokens_lag_"
+# The metric that says how often a source has read all its rows (`graph.protocols.Cyclic`).
+EPOCH = "epoch"
 # The lag of the last of these counts, which has all tokens of longer lags, too.
 LONGEST_LAG = 15
 

@@ -282,12 +282,14 @@ def wrong_answer(problem: Problem, key: int) -> str:
 
 
 class Epochs(Generic[R]):
-    """Rows by ordinal, in another keyed order in each epoch.
+    """Rows by ordinal, `each` in a value, in another keyed order in each epoch. `epochs` as in `graph.protocols`.
 
     If the evaluation has no data of its own, fixed prompts are held out for it, each once, and training uses no row
     with one of them: `context.held_out`, or a tenth, 500 at most. If that is none, both use all rows. Raises DataError
     for prompts to hold out beside data of its own, and for all of them.
     """
+
+    each = 1
 
     def __init__(self, context: Context, rows: Sequence[R], prompt: Callable[[R], str]) -> None:
         # Not by the run's seed, so that runs with other seeds are measured on the same rows.
@@ -323,9 +325,12 @@ class Epochs(Generic[R]):
             return self.rows[place]
         return self.rows[_permutation(len(self.rows), self.context.key("epoch", epoch))[place]]
 
+    def epochs(self, ordinal: int) -> float:
+        return round((ordinal + 1) * self.each / len(self.rows), 6)
+
     def group(self, ordinal: int) -> list[R]:
-        """`ROWS` rows."""
-        return [self.row(ordinal * ROWS + i) for i in range(ROWS)]
+        """The rows of one value."""
+        return [self.row(ordinal * self.each + i) for i in range(self.each)]
 
 
 class FilePrompts(Epochs[FileProblem]):
@@ -351,6 +356,8 @@ class FilePrompts(Epochs[FileProblem]):
 class FileRows(Epochs[tuple[str, tuple[str, ...]]]):
     """Values of `kind`, each of `ROWS` rows of a table: the prompts, and the one or two responses to each. `data` as in
     `graph.protocols.Pinned`."""
+
+    each = ROWS
 
     def __init__(
         self,

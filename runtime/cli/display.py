@@ -270,13 +270,14 @@ Wanted = tuple[str, str, Callable[[float | None], str]]
 FIGURES: tuple[Wanted, ...] = (
     ("loss", "loss", figure),
     ("lag", "lag_mean", figure),
+    ("epoch", "epoch", figure),
     ("ratio", "ratio_mean", lambda value: "-" if value is None else f"{value:.4f}"),
     ("clipped", "ratio_clipped", percent),
     ("mismatch", "mismatch", figure),
     ("sync", "sync_s", lambda value: "-" if value is None else f"{1e3 * value:.3g} ms"),
 )
 ACCURACY: Wanted = ("accuracy", "accuracy", percent)
-PLAIN: tuple[Wanted, ...] = (("reward", "reward_mean", figure), ACCURACY, *FIGURES[:2])
+PLAIN: tuple[Wanted, ...] = (("reward", "reward_mean", figure), ACCURACY, *FIGURES[:3])
 
 
 class Display(AbstractContextManager["Display"]):

@@ -20,8 +20,8 @@ import torch
 
 from penstock.graph.ir import Firing, Node
 from penstock.graph.node import Dropped, Filter, Paused, UntrustedError
-from penstock.graph.protocols import Fusing, Offloadable, Releasing, Threaded
-from penstock.graph.types import Advantages, AnyRewards, Mean, Model, Prefixes, Replies, Rollouts, read_group
+from penstock.graph.protocols import Cyclic, Fusing, Offloadable, Releasing, Threaded
+from penstock.graph.types import EPOCH, Advantages, AnyRewards, Mean, Model, Prefixes, Replies, Rollouts, read_group
 from penstock.runtime.control.checkpointing import Checkpointing, restore
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.process import RAISED, told
@@ -271,9 +271,11 @@ class Executor:
         began, begun = monotonic(), False
         try:
             if firing.node in self.held.sources:
-                value = read_group(self.held.sources[firing.node], firing.index)
-                handles = self.values.keep(firing, {"out": value})
-                return [Result(Done(firing, self.setup.replica, self.setup.rank), handles, {}, began, monotonic())]
+                source = self.held.sources[firing.node]
+                handles = self.values.keep(firing, {"out": read_group(source, firing.index)})
+                metrics = {EPOCH: source.epochs(firing.index)} if isinstance(source, Cyclic) else {}
+                done = Done(firing, self.setup.replica, self.setup.rank)
+                return [Result(done, handles, metrics, began, monotonic())]
             held = self.held.nodes[firing.node]
             # What has left the device comes back while the inputs are fetched.
             self.offloading.call(firing)

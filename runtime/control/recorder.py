@@ -272,6 +272,8 @@ class RunRecorder:
         firing, metrics = event.firing, result.metrics
         clock = self.clocks.get(firing.node)
         if clock is None:  # a source
+            if metrics and not firing.node.startswith(EVALUATION):
+                self.rows.group(firing, metrics)
             return
         means = {name: Mean(metrics[name], count) for name, count in result.counts.items() if name in metrics}
         if firing.node.startswith(EVALUATION):

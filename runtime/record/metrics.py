@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.graph.ir import Firing, Graph, Node, label_of
-from penstock.graph.types import BY_LAG, Mean, Metrics
+from penstock.graph.types import BY_LAG, EPOCH, Mean, Metrics
 from penstock.host import install_command
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import AppendFile, RunFolder, read_file, write_atomic
@@ -81,16 +81,18 @@ def counting(graphs: Iterable[Graph]) -> frozenset[str]:
 
 
 def combine(parts: Sequence[Metrics]) -> Metrics:
-    """Combine the metrics of several groups: sums of counts, the maximum of `*_max`, the minimum of `*_min`, means of a
-    `Mean` weighted by its count, else the mean over the groups that have the metric."""
+    """Combine the metrics of several groups: sums of counts, the maximum of `*_max` and `EPOCH`, the minimum of
+    `*_min`, means of a `Mean` weighted by its count, else the mean over the groups that have the metric."""
     found: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
             found.setdefault(name, []).append(value)
     combined: Metrics = {}
     for name, values in found.items():
-        if name.endswith(("_max", "_min")):
-            combined[name] = max(values) if name.endswith("_max") else min(values)
+        if name.endswith("_min"):
+            combined[name] = min(values)
+        elif name.endswith("_max") or name == EPOCH:
+            combined[name] = max(values)
         elif name in SUMMED:
             combined[name] = sum(values)
         else:

@@ -12,7 +12,7 @@ from itertools import product
 from math import isfinite, nan
 from typing import Any
 
-from penstock.graph.types import BY_LAG, COLUMNS, LONGEST_LAG
+from penstock.graph.types import BY_LAG, COLUMNS, EPOCH, LONGEST_LAG
 from penstock.runtime.record.metrics import NO_NUMBERS, Row, columns
 from penstock.runtime.record.trace_formats import round_step
 from penstock.runtime.report.follow import NS
@@ -270,7 +270,9 @@ def _further(report: Report) -> list[Figure]:
     rows, labels = report.facts.rows, {node.label for node in report.facts.config.graph.nodes}
     shown = {name for _, names in (*LEARNING, *POLICY, *SPEED) for name in names}
     # A row says of which update a node off the critical path reports, and `accuracies` draws those with a version.
-    shown |= COLUMNS | NO_NUMBERS | {"lag_mean", "lag_max", "accuracy_version"} | {f"{one}_update" for one in labels}
+    shown |= (
+        COLUMNS | NO_NUMBERS | {EPOCH, "lag_mean", "lag_max", "accuracy_version"} | {f"{one}_update" for one in labels}
+    )
     found: dict[str, list[str]] = {}
     for column in {name: None for row in rows for name in row}:
         # A metric's own name may have dots; without its node's label it is the shortest.

@@ -75,6 +75,8 @@ def test_weights_that_have_moved_come_out_as_they_are(tmp_path: Path) -> None:
     write_model(model)
     flags = model_flags(updates=3, max_tokens=8, seed=0, model=str(model), data=str(DATA))
     run = run_here(make_run(tmp_path / "r", f"{FAULTS}digits", {"lag": 2, "lr": 1e-2}, flags, generators=2))
+    # 500 of the 7,473 problems are held out.
+    assert [row["epoch"] for row in rows(run)] == [round(2 * update / 6973, 6) for update in (1, 2, 3)]
     exported = run / "checkpoints" / "00000003" / "policy"
     compare(exported, model)
     state = final_state(run, 3)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.graph import Context, NodeWarning, Prompts
+from penstock.graph.protocols import Cyclic
 from penstock.nodes.data import (
     CALLS,
     HELD_OUT,
@@ -107,6 +108,17 @@ def test_a_file_is_read_in_a_new_order_each_epoch_and_a_tenth_is_held_out(tmp_pa
     first, second = (open_pairs(pairs).read(ordinal).texts for ordinal in (0, 1))
     assert len(set(first)) == 29
     assert first != second
+
+
+def test_a_file_says_how_often_it_has_been_read_and_problems_that_are_drawn_do_not(tmp_path: Path) -> None:
+    prompts = open_prompts(replace(TRAIN, data=jsonl(tmp_path / "d.jsonl", 40)))
+    assert isinstance(prompts, Cyclic)
+    assert [prompts.epochs(ordinal) for ordinal in (0, 17, 35, 71)] == [0.027778, 0.5, 1.0, 2.0]
+    data = written(tmp_path / "p.jsonl", [{**ROW, "prompt": str(i)} for i in range(80)])
+    pairs = open_pairs(replace(TRAIN, data=data, held_out=0))  # 32 rows in each value
+    assert isinstance(pairs, Cyclic)
+    assert [pairs.epochs(ordinal) for ordinal in range(5)] == [0.4, 0.8, 1.2, 1.6, 2.0]
+    assert not isinstance(open_prompts(TRAIN), Cyclic)
 
 
 def test_as_many_prompts_are_held_out_as_asked_for(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def test_groups_combine_by_mean_sum_and_extremes() -> None:
     ]
     combined = {"reward_mean": 0.5, "tokens": 8.0, "lag_max": 2.0, "turns_min": 4.0}
     assert combine([*parts, {"turns_min": 4.0}]) == combined
+    assert combine([{"epoch": 0.5}, {"epoch": 0.75}, {"epoch": 0.25}]) == {"epoch": 0.75}
     assert combine([{"finished": Mean.of([1, 0, 0])}, {"finished": Mean(1.0, 1)}]) == {"finished": 0.5}
     # Values with and without counts, as after a resume from a checkpoint without counts.
     assert combine([{"finished": Mean(1.0, 3)}, {"finished": 0.0}]) == {"finished": 0.5}
