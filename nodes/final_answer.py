@@ -74,46 +74,55 @@ _TWO_READINGS = re.compile(
     r"(?<![0-9.,$€£])(?<![0-9] )[0-9]{1,3} [0-9]{3}"
     rf"(?=(?:\.[0-9]+)?(?:\s?%| ?-?{_NOT_COUNTED}(?![A-Za-z]*s\b)[A-Za-z]+)[ -]{_NOT_COUNTED}[A-Za-z])"
 )
-# What makes a number a part of an expression: a pattern that ends before it, one that it matches itself, and one that
-# begins after it, all three. First: 2^{10}, \sqrt{2}, √2, "not 2", "about 2" or a comparison; then 3\pi, 3², 3i, "3k",
-# "3 squared". Marks of Markdown have a space on one side (*Step 2* 3), operators on none or on both. "At least 3" may
-# be all of an answer; in 5!=120 the mark belongs to the 5. Numbers in "20% of 50", "4 hundred 50", "f(5)", "(1/2)(3)",
-# "2024-05-05" and "0.333..." are parts of one, too, as is a number after a minus with a mark between them: -(5),
-# -**5**.
+# What makes a number a part of an expression, with examples for the number 3. `_BEFORE` ends before it, `_AFTER` begins
+# after it. Marks of Markdown have a space on one side (*Step 2* 3), operators on none or on both. "At least 3" may be
+# all of an answer.
 _FUNCTIONS = "sqrt|log|ln|sin|cos|tan"
 _FRACTION_WORDS = (
     "halves|thirds|(?:third|quarters?)(?= of)|(?:fourth|fifth|sixth|seventh|eighth|ninth)s"
     "|(?:tenth|hundredth|thousandth|millionth)s?"
 )
+# In 5!=120 the mark belongs to the 5.
 _UNEQUAL, _EQUAL = r"(?<![\w)}\]])!=", re.compile(r"(?<![^\w)}\]]!)=")
+_BEFORE = (
+    r"[\^_{√∛∜±≈≠≤≥]",  # 2^3, √3, ± 3, ≥ 3
+    _UNEQUAL,
+    r"[\w)}$]\s*(?:<|(?<!>)>)=?",  # x > 3, but not "=> 3", nor the 3 after <<1+2=3>>
+    r"\+/",  # +/- 3
+    r"[0-9]\*\*",
+    r"\\[A-Za-z]+",
+    rf"(?:{_FUNCTIONS})\s*\(",
+    r"[0-9][)}]*[*×·⋅÷+](?!\s)",  # 2*3
+    r"[0-9][)}]*[ \t]+(?:[*×·⋅÷+]|(?i:times|plus|(?:divided|multiplied) by))(?=[ \t]+[−-]?\s*$)",  # 2 * 3
+    r"[0-9][ \t]?(?:%|(?i:percent))[ \t]+of",  # 20% of 3
+    r"[0-9][ \t]{1,2}(?i:mod|choose)",
+    rf"[0-9][ \t]?(?i:{'|'.join(_SCALES)})s?(?: and)?(?=[ \t]+$)",  # 4 hundred 3
+    r"(?i:\bnot|n['’]t|\bcannot)(?:\s+(?:be|equals?))?(?:\s+to)?\s*$",
+    r"(?:^|\b(?:is|are|was|be|has|takes?)\s+)(?i:over|under|up to)[\s*$]*$",
+    r"\b(?i:than|about|approximately|approx\.?|roughly|around|nearly|almost)",
+    rf"\b(?i:minus|negative|twice|half|double|root|{_FUNCTIONS})(?i:\s+of)?",
+)
+_RIGHT_BEFORE = (
+    r"(?<![\w.)])[−–-](?:[(\[{|`_*]+| \()\s?",  # -(3), -**3**
+    r"\*\*[−–-]\*\*",
+    r"(?:\b[fgh]|floor|ceil|abs|gcd|lcm|min|max)\(",  # f(3)
+    r"[0-9]\)\s?\(",  # (1/2)(3)
+    r"[0-9]{4}-[0-9]{1,2}-",  # 2024-05-03
+)
+_AFTER = (
+    r"!",
+    r"\s*(?:[\^_{}]|\\|\*\*\s*[0-9(]|[√π])",  # 3^2, 3\pi, 3 ** 2
+    r"[ijkKMBTnxyz]\b|[¹²³⁰⁴-⁹₀-₉½⅓⅔¼¾⅛]",  # 3i, 3k, 3²
+    r"\+(?=\s|\Z)|-?ish\b",
+    rf"\s*(?:squared|cubed|factorial|pi|{_FRACTION_WORDS}|[bm]n|lakhs?|crores?)\b",
+    rf"[ \t]+(?:or[ \t]+(?:more|less|fewer|so)|and[ \t]+(?:a|one)[ \t]+(?:half|quarter|{_FRACTION_WORDS}))\b",
+    rf"(?:{'|'.join(rf'(?<=[.][0-9]{{{n}}})' for n in range(1, 9))})(?:\.\.|…)",  # 0.333...
+)
 _ANY = re.compile("")
+# A number is a part of an expression if all three of a row match: what ends before it, itself, what begins after it.
 _WITHIN = (
-    (
-        re.compile(
-            rf"(?:[\^_{{√∛∜±≈≠≤≥]|{_UNEQUAL}|[\w)}}$]\s*(?:<|(?<!>)>)=?|\+/|[0-9]\*\*|\\[A-Za-z]+|(?:{_FUNCTIONS})\s*\("
-            r"|[0-9][)}]*(?:[*×·⋅÷+](?!\s)|[ \t]+(?:[*×·⋅÷+]|(?i:times|plus|(?:divided|multiplied) by))"
-            r"(?=[ \t]+[−-]?\s*$))|[0-9][ \t]?(?:(?:%|(?i:percent))[ \t]+of|[ \t](?i:mod|choose))"
-            rf"|[0-9][ \t]?(?i:{'|'.join(_SCALES)})s?(?: and)?(?=[ \t]+$)"
-            r"|(?i:\bnot|n['’]t|\bcannot)(?:\s+(?:be|equals?))?(?:\s+to)?\s*$"
-            r"|(?:^|\b(?:is|are|was|be|has|takes?)\s+)(?i:over|under|up to)[\s*$]*$"
-            rf"|\b(?i:than|about|approximately|approx\.?|roughly|around|nearly|almost"
-            rf"|(?:minus|negative|twice|half|double|root|{_FUNCTIONS})(?:\s+of)?))\s*[−-]?\s*$"
-            r"|(?:(?<![\w.)])[−–-](?:[(\[{|`_*]+| \()\s?|\*\*[−–-]\*\*"
-            r"|(?:\b[fgh]|floor|ceil|abs|gcd|lcm|min|max)\(|[0-9]\)\s?\(|[0-9]{4}-[0-9]{1,2}-)$"
-        ),
-        _ANY,
-        _ANY,
-    ),
-    (
-        _ANY,
-        _ANY,
-        re.compile(
-            r"!|\s*(?:[\^_{}]|\\|\*\*\s*[0-9(]|[√π])|[ijkKMBTnxyz]\b|[¹²³⁰⁴-⁹₀-₉½⅓⅔¼¾⅛]|\+(?=\s|\Z)|-?ish\b"
-            rf"|\s*(?:squared|cubed|factorial|pi|{_FRACTION_WORDS}|[bm]n|lakhs?|crores?)\b"
-            rf"|[ \t]+(?:or[ \t]+(?:more|less|fewer|so)|and[ \t]+(?:a|one)[ \t]+(?:half|quarter|{_FRACTION_WORDS}))\b"
-            rf"|(?:{'|'.join(rf'(?<=[.][0-9]{{{n}}})' for n in range(1, 9))})(?:\.\.|…)"
-        ),
-    ),
+    (re.compile(rf"(?:{'|'.join(_BEFORE)})\s*[−-]?\s*$|(?:{'|'.join(_RIGHT_BEFORE)})$"), _ANY, _ANY),
+    (_ANY, _ANY, re.compile("|".join(_AFTER))),
     # "Between five and 10", "a third of 10", "x-10".
     (
         re.compile(
