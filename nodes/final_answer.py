@@ -75,45 +75,71 @@ _TWO_READINGS = re.compile(
     rf"(?=(?:\.[0-9]+)?(?:\s?%| ?-?{_NOT_COUNTED}(?![A-Za-z]*s\b)[A-Za-z]+)[ -]{_NOT_COUNTED}[A-Za-z])"
 )
 # What makes a number a part of an expression, with examples for the number 3. `_BEFORE` ends before it, `_AFTER` begins
-# after it. Marks of Markdown have a space on one side (*Step 2* 3), operators on none or on both. "At least 3" may be
-# all of an answer.
+# after it. Marks of Markdown have a space on one side (*Step 2* 3), operators on none or on both. "At least 3" and "at
+# most 3" may be all of an answer.
 _FUNCTIONS = "sqrt|log|ln|sin|cos|tan"
 _FRACTION_WORDS = (
     "halves|thirds|(?:third|quarters?)(?= of)|(?:fourth|fifth|sixth|seventh|eighth|ninth)s"
     "|(?:tenth|hundredth|thousandth|millionth)s?"
 )
 # In 5!=120 the mark belongs to the 5.
-_UNEQUAL, _EQUAL = r"(?<![\w)}\]])!=", re.compile(r"(?<![^\w)}\]]!)=")
+_UNEQUAL, _EQUAL = r"!=(?<![\w)}\]]!=)", re.compile(r"(?<![^\w)}\]]!)(?<![<>])=")
+# After these words a dash or a plus is a sign; after others, and what else ends a term, an operator.
+_NO_TERM = r"(?!(?i:is|are|was|were|be|equals?|gives?|gave|makes?|gets?|and|or|to|of|by)\b)"
+_TERM = rf"(?:(?<![\w'’]){_NO_TERM}[\w'’]+|[\]}}²³!%]|[0-9]\)|\w\||\([^()\n]*\))"
+# An unknown is a letter by itself. After a dash, "a" and "I" begin a sentence; after a slash, a unit may follow.
+_ONE_LETTER = r"(?<![A-Za-z'’])[A-Za-zΑ-Ωα-ω]"
+_LETTER_AFTER = r"[A-Za-zΑ-Ωα-ω](?![\w'’])"
+_OPERATOR = r"(?:[*×·⋅÷/](?!(?<=/)(?i:[dghlmsw])\b)|[−–-](?![ \t]*[aAI]\b))"
 _BEFORE = (
-    r"[\^_{√∛∜±≈≠≤≥]",  # 2^3, √3, ± 3, ≥ 3
-    _UNEQUAL,
-    r"[\w)}$]\s*(?:<|(?<!>)>)=?",  # x > 3, but not "=> 3", nor the 3 after <<1+2=3>>
-    r"\+/",  # +/- 3
+    r"[\^_{√∛∜]",  # 2^3, √3
     r"[0-9]\*\*",
     r"\\[A-Za-z]+",
     rf"(?:{_FUNCTIONS})\s*\(",
-    r"[0-9][)}]*[*×·⋅÷+](?!\s)",  # 2*3
-    r"[0-9][)}]*[ \t]+(?:[*×·⋅÷+]|(?i:times|plus|(?:divided|multiplied) by))(?=[ \t]+[−-]?\s*$)",  # 2 * 3
+    r"[0-9][)}]*[ \t]+(?i:times|plus|(?:divided|multiplied) by)(?=[ \t]+[−-]?\s*$)",
     r"[0-9][ \t]?(?:%|(?i:percent))[ \t]+of",  # 20% of 3
     r"[0-9][ \t]{1,2}(?i:mod|choose)",
     rf"[0-9][ \t]?(?i:{'|'.join(_SCALES)})s?(?: and)?(?=[ \t]+$)",  # 4 hundred 3
-    r"(?i:\bnot|n['’]t|\bcannot)(?:\s+(?:be|equals?))?(?:\s+to)?\s*$",
-    r"(?:^|\b(?:is|are|was|be|has|takes?)\s+)(?i:over|under|up to)[\s*$]*$",
-    r"\b(?i:than|about|approximately|approx\.?|roughly|around|nearly|almost)",
     rf"\b(?i:minus|negative|twice|half|double|root|{_FUNCTIONS})(?i:\s+of)?",
 )
+# The same, where marks of Markdown or of LaTeX may be between: "than **3**".
+_BEFORE_MARKS = (
+    r"[±≈≠≤≥≦≧⩽⩾]|\\(?:[lg](?:t|eq?|eqslant)|neq?)(?![A-Za-z])",
+    _UNEQUAL,
+    r"(?i:\bnot|n['’]t|\bcannot)(?:\s+(?:be|equals?))?(?:\s+to)?",
+    r"(?:^\s*|\b(?:is|are|was|be|has|takes?)\s+)(?i:over|under|above|below|up to)",
+    r"\b(?i:than|about|approximately|approx\.?|roughly|around|nearly|almost)",
+)
+# The same again. They take longer, so they are apart, and looked for only if one of their signs is there.
+_SIGNS = "*×·⋅÷+/<>"
+_BEFORE_SIGNS = (
+    r"\+/",  # +/- 3
+    r"[\w)}²³%][)}$]*[*×·⋅÷+/](?!\s)(?=[−-]?\s*\Z)",  # 2*3, x/3
+    rf"{_TERM}[*_`$]*[ \t]+[*×·⋅÷+/](?=[ \t])",  # 2 * 3, x + 3
+    r"<(?<!<<)=?",  # < 3, but not <<3>>
+    # x > 3, but not "=> 3", nor the 3 after <<1+2=3>>; at the start of a line, except the first, it is a quotation.
+    r"(?:[\w)}$]\s*|[^\s>=/|\"'~−–-][ \t]*|^\s*|\n[ \t]*(?=>=))>=?",
+)
+# The same, with nothing between.
 _RIGHT_BEFORE = (
-    r"(?<![\w.)])[−–-](?:[(\[{|`_*]+| \()\s?",  # -(3), -**3**
+    r"[−–-](?<![\w.)][−–-])(?:[(\[{|`_*]+| \()\s?",  # -(3), -**3**
     r"\*\*[−–-]\*\*",
     r"(?:\b[fgh]|floor|ceil|abs|gcd|lcm|min|max)\(",  # f(3)
-    r"[0-9]\)\s?\(",  # (1/2)(3)
+    r"[0-9]\)\s?\(|[0-9]\)[−–-]",  # (1/2)(3), (1/2)-3
+    rf"\((?:(?<=[0-9]\()|(?<=\w_\()|(?<=[\w)]\*\()|(?<={_ONE_LETTER}\())",  # 2(3), x*(3), x(3)
+    r"(?:[\^√∛∜±≈≠≤≥/×·⋅÷+−–-]|[<>](?<![>=−–-].)=?|\\[A-Za-z]+)\s*\(",  # x + (3)
     r"[0-9]{4}-[0-9]{1,2}-",  # 2024-05-03
 )
 _AFTER = (
     r"!",
     r"\s*(?:[\^_{}]|\\|\*\*\s*[0-9(]|[√π])",  # 3^2, 3\pi, 3 ** 2
     r"[ijkKMBTnxyz]\b|[¹²³⁰⁴-⁹₀-₉½⅓⅔¼¾⅛]",  # 3i, 3k, 3²
-    r"\+(?=\s|\Z)|-?ish\b",
+    r"-?ish\b",
+    # 3 + x, 3*x, 3/x, but not 3/h; 3 x; 3(x + 1); 3 < x
+    r"\$?[ \t]*\+",
+    rf"(?:{_OPERATOR}|[ \t]+{_OPERATOR}[ \t]+)(?:{_LETTER_AFTER}|\\[A-Za-z])",
+    r"[ \t]*[×·⋅÷/][ \t]*\(|[ \t]+[ixyz](?=[ \t.$)\]]{0,9}(?:\n|\Z))|\([A-Za-z][ \t]*[+*/^−-]",
+    rf"[ \t]*\$?[ \t]*(?:[≠≤≥≦≧⩽⩾]|[<>]=?[ \t]*{_LETTER_AFTER}(?!>))",
     rf"\s*(?:squared|cubed|factorial|pi|{_FRACTION_WORDS}|[bm]n|lakhs?|crores?)\b",
     rf"[ \t]+(?:or[ \t]+(?:more|less|fewer|so)|and[ \t]+(?:a|one)[ \t]+(?:half|quarter|{_FRACTION_WORDS}))\b",
     rf"(?:{'|'.join(rf'(?<=[.][0-9]{{{n}}})' for n in range(1, 9))})(?:\.\.|…)",  # 0.333...
@@ -121,7 +147,19 @@ _AFTER = (
 _ANY = re.compile("")
 # A number is a part of an expression if all three of a row match: what ends before it, itself, what begins after it.
 _WITHIN = (
-    (re.compile(rf"(?:{'|'.join(_BEFORE)})\s*[−-]?\s*$|(?:{'|'.join(_RIGHT_BEFORE)})$"), _ANY, _ANY),
+    (
+        re.compile(
+            rf"(?:{'|'.join(_BEFORE)})\s*[−-]?\s*$|(?:{'|'.join(_BEFORE_MARKS)})[\s*_`$]*[−-]?\s*$"
+            rf"|(?:{'|'.join(_RIGHT_BEFORE)})$"
+        ),
+        _ANY,
+        _ANY,
+    ),
+    (
+        re.compile(rf"\A(?s:(?=.*[{_SIGNS}][\s*_`$=−-]*\Z).*?)(?:{'|'.join(_BEFORE_SIGNS)})[\s*_`$]*[−-]?\s*\Z"),
+        _ANY,
+        _ANY,
+    ),
     (_ANY, _ANY, re.compile("|".join(_AFTER))),
     # "Between five and 10", "a third of 10", "x-10".
     (
@@ -134,11 +172,7 @@ _WITHIN = (
     ),
     # A dash with spaces around it, "Answer - 12" or "f(x) - 12", may be a mark or a minus; "x is - 12" has a minus.
     (
-        re.compile(
-            r"(?:(?<![\w'’])(?!(?:is|are|was|were|be|equals?|gives?|gave|makes?|gets?|and|or|to|of|by)\b)[\w'’]+"
-            r"|[)\]}|²³!'’%:])[*_`$]*[ \t]+$",
-            re.IGNORECASE,
-        ),
+        re.compile(rf"(?:(?<![\w'’]){_NO_TERM}[\w'’]+|[)\]}}|²³!'’%:])[*_`$]*[ \t]+$"),
         re.compile(r"[−-]\s"),
         _ANY,
     ),
@@ -146,6 +180,13 @@ _WITHIN = (
     (re.compile(r"\b(?:at|is|by|until) (?:[01]?[0-9]|2[0-3]):$"), re.compile(r"[0-5][0-9]\Z"), _ANY),
     (re.compile(r"[0-9][ \t]and[ \t]$"), re.compile(r".+/", re.DOTALL), _ANY),
     (re.compile(r"(?<![A-Za-z]{2})\|$"), re.compile(r"\D*[−–-]"), _ANY),
+    # (3)^2, (3)x, (3)(4), (3) + 1, and the 3 of (2, 3).
+    (
+        re.compile(r"\(\s?$"),
+        _ANY,
+        re.compile(rf"\s?\)\s?\$?(?:{'|'.join(_AFTER)}|\(|\s?[*×·⋅÷/−–-]\s?[0-9(]|\s?(?:{'|'.join(_SCALES)})s?\b)"),
+    ),
+    (re.compile(r"[(\[](?:\s?[−–-]?[0-9./]+\s?,)+\s*$"), _ANY, re.compile(r"\s?[)\]]")),
 )
 # Units of each quantity, from the largest to the smallest; forms of one unit, without the "s" of a plural, have "/".
 _UNITS_BY_SIZE = (
@@ -189,12 +230,15 @@ _OPERATORS = r"\\(?:cdot|times|div|pm|mp)(?![A-Za-z])|[×·÷±√]"
 _AROUND_BOX = (
     re.compile(
         rf"(?:(?:{_OPERATORS}|[\^_]\s*\{{?|[0-9)}}]\s*[*/+]|[0-9=($)}}]\s*[−-]|\\?\b(?:{_FUNCTIONS})\s*[({{]?"
+        # x > \boxed{3}, x + \boxed{3}; but x \ge \boxed{3} is how a least value is told
+        rf"|[<>](?:(?<=[\w)}}$].)|(?<=[\w)}}$] .))|[/+−-](?:(?<={_ONE_LETTER}.)|(?<={_ONE_LETTER} .))"
         rf"|\\(?:sqrt(?:\[[0-9]\])?|[dt]?frac(?:\{{[^{{}}]*\}})?)\s*\{{"
         rf"|\b(?i:not|than|about|approximately|roughly|minus|negative)|\\boxed\{{[^{{}}]*\}}\$?\s+or\s+\$?)\s*|[0-9−-])$"
     ),
     re.compile(
         rf"[!0-9]|\.[0-9]|[ijkKMBTnxyz]\b|\s*+(?:{_OPERATORS}|\^\s*+\{{?\s*+[0-9A-Za-z+−-]|_\s*+\{{?\s*+[0-9]|[/+−-]\s*[0-9\\]|[¹²³⁰⁴-⁹π]"
         rf"|\*\s*[0-9]|\*\*[0-9]|\\(?:{_FUNCTIONS}|pi|[dt]?frac)(?![A-Za-z])"
+        rf"|\$?\s*[/+−-]\s*(?![aAI]\b|(?<=/)(?i:[dghlmsw])\b){_LETTER_AFTER}"
         rf"|\$?\s*(?:{'|'.join(_SCALES)}|squared|cubed|factorial|(?:is|was)\s+(?:not|wrong|incorrect|false))\b)"
     ),
 )
@@ -228,6 +272,8 @@ _RANGE = re.compile(r"(?<![\w.,-])([0-9][0-9.,]*)\s?%?\s?[−–—-]+\s?[$€£
 _NEAR = 40
 # What may be around a number that is an answer by itself: currency, words and units.
 _UNITS = re.compile(r"[$€£%.\s]|(?<![A-Za-z])(?:[A-Za-z]{2,}|[gmshLNJWV])(?:[23]|\b)(?:/[A-Za-z]+)?")
+# An answer by itself that is in parentheses.
+_BRACKETED = re.compile(r"\$?\(([^(),]*+)\)\$?")
 # A power of ten after a number that is an answer by itself.
 _TEN = re.compile(r"(?<=[0-9])\s*(?:\\times|\\cdot|[×·*])\s*10\s*\^\s*(?:\{\s*([−-]?[0-9]+)\s*\}|([−-]?[0-9]+))")
 # A text in which there is nothing of `_LATEX`.
@@ -422,6 +468,9 @@ def _only(text: str) -> Fraction | None:
     plain = _without_latex(text).strip().removeprefix("+")
     if plain[:1] == "{" and plain[-1] == "}" and plain[-2] != "\\":
         plain = plain[1:-1]
+    # (1,234) may be a point.
+    if alone := _BRACKETED.fullmatch(plain):
+        plain = alone[1].strip()
     # After a fraction the power would be a part of the denominator.
     if (ten := _TEN.search(plain)) and "/" not in plain[: ten.start()]:
         plain = f"{plain[: ten.start()]}e{(ten[1] or ten[2]).replace('−', '-')}{plain[ten.end() :]}"

@@ -76,6 +76,8 @@ def rollouts(texts: tuple[str, ...], answers: tuple[str, ...]) -> Rollouts:
 THOUSANDS = ("12 600", "12\u00a0600", "12\u202f600", "12'600", r"12\,600", r"12\ 600", "12~600", "12{,}600")
 RIGHT = [
     (r"\boxed{AB}", "BA"),
+    (r"\boxed{(-12)}", "-12"),
+    (r"\boxed{(1,234)}", "(1,234)"),
     (r"\boxed{6:20}", "3:10"),
     (r"\boxed{7:30 \text{ a.m.}}", r"7\!:\!30 \text{ am}"),
     (r"\boxed{10 PM}", "10 p.m."),
@@ -166,7 +168,36 @@ RIGHT = [
     *(
         (right, "12")
         for right in (
-            *("<answer>12</answer>", "<b>12</b>", "6*2=<<6*2=12>>12", "it is~12", "=> 12", "-> 12", "> 12", "**12**!"),
+            *(
+                "<answer>12</answer>",
+                "<b>12</b>",
+                "6*2=<<6*2=12>>12",
+                "it is~12",
+                "=> 12",
+                "-> 12",
+                "So:\n> 12",
+                "**12**!",
+            ),
+            # "At least" may be all of an answer; a dash, a plus or a slash may be a mark, a sign or "per".
+            *(
+                "at most **12**",
+                "12 - a good result",
+                "12 - I hope so",
+                "It is + 12",
+                "12/h",
+                "<br/>12",
+                "12</s>",
+                ">> 12",
+            ),
+            *(r"x \ge \boxed{12}", r"- \boxed{12}/h", "so\n> \\boxed{12}", r"\boxed{12} - a good result"),
+            # One number in parentheses.
+            *(
+                r"\boxed{(12)}",
+                r"\boxed{x = \left( 12 \right)}",
+                r"\boxed{\text{(12 apples)}}",
+                r"\boxed{(\frac{24}{2})}",
+            ),
+            *("#### (12)", "The answer is (12).", "The answer is $(12)$", "x=(12)", "(a)(12)", "3 dozen, or half (12)"),
             *(
                 r"$\boxed{12}$!",
                 r"**\boxed{12}** (3 kinds)",
@@ -506,6 +537,70 @@ WRONG = [
             *("12 or more", r"\boxed{over 12}", r"\boxed{up to 12}", "between **5** and **12**", "between -5 and 12"),
         )
     ),
+    # Sums and products with an unknown, and bounds by a sign.
+    *(
+        (text.format(wrong), "12")
+        for text in ("{}", "It is {}.", "#### {}", "It is ${}$", r"\boxed{{{}}}")
+        for wrong in (
+            *(
+                "x + 12",
+                "x+12",
+                "12 + C",
+                "12+C",
+                "2x + 12",
+                r"\pi + 12",
+                r"12 + \pi",
+                "f(x) + 12",
+                "cost + 12",
+                "(x + 12)",
+            ),
+            *("12 - x", "x*12", "12*x", "12 * x", "x·12", "12·x", "x/12", "12/x", "50% + 12", "12(x + 1)", "12 × (x)"),
+            *("< 12", "<12", "> 12", ">= 12", "x >= 12", "x <= 12", r"\lt 12", r"\ge 12", "≧ 12", "12 > x", "12 ≤ x"),
+            *(
+                "f(12)",
+                "(12, 3)",
+                "(3, 12)",
+                "(1, 2, 12]",
+                "2(12)",
+                "x(12)",
+                "(12)^2",
+                "-(12)",
+                "(12)!",
+                "(12)x",
+                "(12)(3)",
+            ),
+            *(
+                "(12) + 1",
+                "3 + (12)",
+                "(12)/2",
+                "2/(12)",
+                "x^(12)",
+                r"\pi(12)",
+                r"(12)\pi",
+                "(12) million",
+                "(> 12)",
+                "x-(12)",
+            ),
+        )
+    ),
+    *((text, "12") for text in ("x + **12**", "x > **12**", r"$x \ge$ 12", "more than **12**", "12 x", "#### over 12")),
+    *(
+        (text, "12")
+        for text in (
+            *(
+                r"x + \boxed{12}",
+                r"2x+\boxed{12}",
+                r"x - \boxed{12}",
+                r"\boxed{12} + C",
+                r"$\boxed{12}$ - x",
+                r"\boxed{12}/x",
+            ),
+            *(r"$x > \boxed{12}$", r"\boxed{(12)} + 1", r"2\boxed{(12)}"),
+        )
+    ),
+    *((text, "1") for text in ("(12) - 1", "(12)-1")),
+    *((r"\boxed{(1,234)}", answer) for answer in ("1234", "234")),
+    *((text, "-12") for text in (r"\boxed{(12)}", "(12)")),
     *((wrong, "5-10") for wrong in (r"\boxed{-5}", "the answer is -5", "10", "5")),
 ]
 
@@ -540,6 +635,7 @@ def test_equal_numbers_are_right_however_they_are_written(response: str, answer:
         r"\boxed{9}_",
         r"\boxed{9}$",
         *("5 to ", "5–", "5 a", "_", "_a", '{"', "- ", "5..", "between ", "1 ", "x - "),
+        *("x + ", "x>", "< ", "(", "(3, ", "(9)", "\\ge ", "9 * ", "(x)", "* ", "9\n> "),
         *("-\n ", "½ ", "5 hours ", "#### 5 and ", "-(", "5 or ", "#### 5", "#### 5 hours", "= -"),
     ],
 )
