@@ -93,10 +93,10 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
     of the text. If the reference is a number, so must the answer be, and they are compared exactly, as fractions.
     Numbers are whole, decimal (1,072.50, 1 072.5), fractions (18/2, 1 1/2, `\frac{9}{2}`), powers of ten (2e-3; in a
     box `2 \times 10^{-3}`) or with a word (3 million); currency, percent and units do not count. No numbers are: an
-    expression with this value, a range, a choice ("3 or 4"), a bound ("over 3"), a box in an expression, "about 3",
-    "3!", "> 3", "3 hours 30 minutes", and a text with two readings, such as "5 200 dollar notes". But "0.03 or 3%" and
-    "180 minutes or 3 hours" are one number, told twice. After a label or a term, "Answer - 3", a dash may
-    be a mark or a minus: no number, either. For a number with a base, `52_8`, digits and base must be the same.
+    expression ("3!", "x + 3"), a range, a choice ("3 or 4"), a bound ("over 3", "> 3", not "at least 3"), a box in an
+    expression, "about 3", "3 hours 30 minutes", and a text with two readings ("5 200 dollar notes"). But "0.03 or 3%"
+    and "180 minutes or 3 hours" are one number, told twice. After a label or a term, "Answer - 3", a dash may be a mark
+    or a minus: no number. For a number with a base, `52_8`, digits and base must be the same.
 
     Any other reference, such as `2\sqrt{3}` or `(0, \frac{\pi}{2})`, is compared by `math-verify` (the extra `math`).
     It gives up after `symbolic_math.DEADLINE_S` seconds: then the answer counts as wrong, and the run warns. A time
