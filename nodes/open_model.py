@@ -302,7 +302,7 @@ def suspects(tokenizer: Tokenizer, rows: Iterable[TextRow], most: int) -> list[T
 
     def bound(prompt: str, response: str | None) -> float:
         # Cheap, and enough to pass nearly all rows.
-        return tokenizer.bound(prompt) + (0 if response is None else len(response.encode()) + 1)
+        return tokenizer.bound(prompt) + (0 if response is None else len(response.encode()) + 2)
 
     rows = list(rows)
     found = [number for number, row in enumerate(rows) if bound(*row[1:]) > most]
@@ -319,7 +319,7 @@ def refuse_long(what: str, code: str, tokenizer: Tokenizer, rows: Sequence[TextR
     for place, prompt, response in rows:
         try:
             size = len(tokenizer.encode_prompt(prompt))
-            size += 0 if response is None else len(tokenizer.encode(response)) + 1
+            size += 0 if response is None else len(tokenizer.encode_response(response)) + 1
         except TokenizerError as error:
             whose, _, said = str(error).partition("given ")
             given, _, lack = said.partition(", needed ")

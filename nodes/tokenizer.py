@@ -12,7 +12,7 @@ from datetime import date
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from string import punctuation
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from jinja2 import Environment, Template, TemplateError, meta, nodes
@@ -105,7 +105,7 @@ class Tokenizer:
         if self.template is None:
             return self.eos
         try:
-            after = self._encode(self._frame("user")[0])
+            after = self._encode(self._frame("user").before)
         except TokenizerError:  # a template of a single turn
             return self.eos
         added = self.backend.get_added_tokens_decoder()
@@ -148,12 +148,28 @@ class Tokenizer:
         text = messages[0]["content"] if messages else text
         if self.template is None:
             return self._encode(text, begins=True, plain=plain)
-        # Template and text are encoded separately, so that special tokens are found in the template only.
-        around = self.render(_MARKS[0]).split(_MARKS[0]) if plain else []
+        around = self.render(_MARKS[0]).split(_MARKS[0]) if plain and self._says_special(text) else []
         if len(around) == 2:
-            before, after = map(self._encode, around)
-            return [*before, *self._encode(text, plain=True), *after]
-        return self._encode(self.render(text), plain=plain)
+            return self._in_pieces(around[0], text, around[1])
+        return self._encode(self.render(text), plain=plain and self._says_special(text))
+
+    def encode_response(self, text: str) -> list[int]:
+        """The tokens of a response as it follows a prompt, without the one that ends it. If the chat template puts a
+        space before the model's texts, it is one of them."""
+        return self._follows(*self._before_response, text=text)
+
+    @cached_property
+    def _before_response(self) -> tuple[str, str]:
+        """What the chat template puts before a response, and the space that it puts there in a conversation besides."""
+        if self.template is None:
+            return "", ""
+        before = self.render(_MARKS[0]).rpartition(_MARKS[0])[2]
+        try:
+            said = self.render(*_MARKS[:2], roles=("user", "assistant"))
+        except TokenizerError:  # a template of a single turn
+            return before, ""
+        space = said.partition(_MARKS[0])[2].partition(_MARKS[1])[0].removeprefix(before)
+        return before, space if space.isspace() else ""
 
     def _require_said(self, roles: tuple[str, ...]) -> None:
         """Raise TokenizerError if the chat template omits the text of a message, as many do for a role that they do not
@@ -239,25 +255,55 @@ class Tokenizer:
         repeated. What looks like a special token in the text is text.
         """
         if self.template is None:
-            return self._encode(text, plain=True)
-        before, after, as_json = self._frame(role)
-        text = _json_text(text) if as_json else text
-        opening = self._encode(before)
+            return self._follows("", text=text, plain=True)
+        frame = self._frame(role)
+        if self._says_special(text):
+            tokens = self._in_pieces(frame.before, _json_text(text) if frame.as_json else text, frame.after)
+        else:
+            said = self.render(*_MARKS[:2], text, roles=("user", "assistant", frame.role))
+            tokens = self._follows("", text=said.partition(_MARKS[1])[2])
         # The model has sampled this token itself.
-        opening = opening[1:] if after_stop and opening and opening[0] in self.stops else opening
-        return [*opening, *self._encode(text, plain=True), *self._encode(after)]
+        return tokens[1:] if after_stop and tokens and tokens[0] in self.stops else tokens
 
     def encode_dialogue(self, texts: Sequence[str]) -> list[int]:
         """The tokens that the model's next turn follows. `texts` are turns of the user and of the model, the user's
         first and last. What looks like a special token in them is text."""
         tokens = self.encode_prompt(texts[0], plain=True)
         for own, reply in zip(texts[1::2], texts[2::2], strict=True):
-            tokens += [*self._encode(own, plain=True), *self.encode_reply(reply, "user", after_stop=False)]
+            tokens += self._follows(*self._before_response, text=own, plain=self._says_special(own))
+            tokens += self.encode_reply(reply, "user", after_stop=False)
         return tokens
 
-    def _frame(self, role: str) -> tuple[str, str, bool]:
-        """(text between the model's turn and the environment's text, text after that, whether the environment's text is
-        written as JSON) by the chat template. Templates of Llama 3 write a tool's text as JSON."""
+    def _says_special(self, text: str) -> bool:
+        """True if something in a text looks like a special token."""
+        return self._encode(text) != self._encode(text, plain=True)
+
+    def _in_pieces(self, before: str, text: str, after: str) -> list[int]:
+        """The tokens of a text within parts of the chat template. Special tokens are found in these parts only."""
+        return [*self._encode(before), *self._follows("", text=text, plain=True), *self._follows("", text=after)]
+
+    def _follows(self, before: str, space: str = "", *, text: str, plain: bool = False) -> list[int]:
+        """The tokens of `space + text` after another text. Some tokenizers, such as that of Llama 2, put a space before
+        a text that is encoded by itself."""
+        # A token that is partly of both texts cannot be cut; a new line joins nothing.
+        for other in (before or "\n", "\n") if self._adds_space else ():
+            start, whole = self._encode(other, plain=plain), self._encode(other + space + text, plain=plain)
+            if whole[: len(start)] == start:
+                return whole[len(start) :]
+        return self._encode(space + text, plain=plain)
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        """True if the tokenizer changes the beginning of each text that it encodes."""
+        normalizer, splitter = self.backend.normalizer, self.backend.pre_tokenizer
+        text = "a" if normalizer is None else normalizer.normalize_str("a")
+        return text != "a" or (
+            splitter is not None and "".join(said for said, _ in splitter.pre_tokenize_str(text)) != "a"
+        )
+
+    def _frame(self, role: str) -> "_Frame":
+        """What the chat template puts around an environment's text, as `role` or, if it has no such role, as the user.
+        Templates of Llama 3 write a tool's text as JSON."""
         # Templates of models that know no tools raise for their role.
         for speaker in dict.fromkeys((role, "user")):
             try:
@@ -267,7 +313,7 @@ class Tokenizer:
             for as_json, mark in enumerate((_MARKS[2], _json_text(_MARKS[2]))):
                 parts = said.rpartition(_MARKS[1])[2].split(mark)
                 if len(parts) == 2:
-                    return parts[0], parts[1], bool(as_json)
+                    return _Frame(speaker, parts[0], parts[1], bool(as_json))
         needed = f"one that has a {role!r} or user"
         raise TokenizerError(f"chat template: given a conversation of two turns, needed {needed}")
 
@@ -341,9 +387,13 @@ class Tokenizer:
         """The tokens of a text. `begins` adds those that mark a beginning; `plain` encodes special tokens as text."""
         self.backend.encode_special_tokens = plain
         try:
-            tokens = self.backend.encode(text, add_special_tokens=begins).ids
+            encoding = self.backend.encode(text, add_special_tokens=begins)
         except TypeError as error:  # half of a surrogate pair, as JSON may have it
             raise TokenizerError(f"given {text!r}, needed a text of whole characters") from error
+        tokens = encoding.ids
+        # Some tokenizers mark the end, too: nothing would follow it.
+        while begins and len(tokens) > 1 and encoding.special_tokens_mask[len(tokens) - 1] and tokens[-1] in self.stops:
+            tokens.pop()
         if self._unknown is not None and self._unknown in tokens:
             # The text may contain that token's own text, which `plain` may encode as letters.
             says_it = self.backend.encode(UNKNOWN, add_special_tokens=False).ids == [self._unknown]
@@ -353,6 +403,16 @@ class Tokenizer:
                 needed = f"a text without {unsaid!r}: the tokenizer has no token for it"
                 raise TokenizerError(f"given {text!r}, needed {needed}")
         return tokens
+
+
+class _Frame(NamedTuple):
+    """An environment's turn by a chat template: the role that it knows, the text from the end of the model's turn to
+    the environment's text, the text after that, and whether the environment's text is written as JSON."""
+
+    role: str
+    before: str
+    after: str
+    as_json: bool
 
 
 def _json_text(text: str) -> str:
@@ -422,8 +482,9 @@ def load_tokenizer(folder: str | Path, variables: Iterable[str] = ()) -> Tokeniz
     # Truncation and padding that the file was saved with are settings of a caller, not the model's.
     backend.no_truncation()
     backend.no_padding()
-    files = "tokenizer_config.json", GENERATION, "config.json"
-    config, generation, model = (_json(folder / name) for name in files)
+    files = "tokenizer_config.json", "special_tokens_map.json", GENERATION, "config.json"
+    config, mapped, generation, model = (_json(folder / name) for name in files)
+    config = {**mapped, **config}
     special: dict[str, str] = {}
     for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
         # A token is a text, or an object with the text as its content.
@@ -433,6 +494,7 @@ def load_tokenizer(folder: str | Path, variables: Iterable[str] = ()) -> Tokeniz
                 raise TokenizerError(f"{folder}: tokenizer_config.json: given {key} {said!r}, needed a text")
             special[key] = token
     template, most = _template(folder, config), model.get("vocab_size")
+    _require_added(folder, backend, config, template or "")
     if isinstance(most, int):
         backend = _of_model(backend, most, {*special.values()}, template or "")
     try:
@@ -478,6 +540,18 @@ def load_tokenizer(folder: str | Path, variables: Iterable[str] = ()) -> Tokeniz
         # The base of a model that chats may name another end than its template, which a model of the template learns.
         tokenizer.stops = tuple(dict.fromkeys((*stops, tokenizer.end)))
     return tokenizer
+
+
+def _require_added(folder: Path, backend: tokenizers.Tokenizer, config: dict[str, Any], template: str) -> None:
+    """Raise TokenizerError if the chat template has a special token that only a file beside tokenizer.json names: it
+    would be encoded as letters. `transformers` adds such tokens."""
+    by_number, more = config.get("added_tokens_decoder"), config.get("additional_special_tokens")
+    named = [*(by_number.values() if isinstance(by_number, dict) else ()), *(more if isinstance(more, list) else ())]
+    texts = [token.get("content") if isinstance(token, dict) else token for token in named]
+    for text in [*texts, *_json(folder / "added_tokens.json")]:
+        if isinstance(text, str) and text and text in template and backend.token_to_id(text) is None:
+            needed = "one that has it, as save_pretrained of transformers writes it"
+            raise TokenizerError(f"{folder}: given a tokenizer.json without the token {text!r}, needed {needed}")
 
 
 def _is_plain(text: str) -> bool:

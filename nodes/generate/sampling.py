@@ -54,8 +54,9 @@ def _shift(bits: Tensor, by: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Sampler:
-    """The distribution that is sampled from: softmax(logits / temperature), cut to the `top_k` likeliest tokens, then
-    to the fewest that hold `top_p` of the probability, and renormalised. `top_k` 0 and `top_p` 1 cut nothing.
+    """The distribution that is sampled from: softmax(logits / temperature), cut to the `top_k` likeliest tokens and
+    those as likely as the last of them, as in transformers, then to the fewest that hold `top_p` of the probability,
+    and renormalised. `top_k` 0 and `top_p` 1 cut nothing.
 
     Temperature 0 takes the likeliest token, with probability 1.
     """

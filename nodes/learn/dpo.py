@@ -3,6 +3,7 @@
 Shapes: N responses (the chosen, then the rejected), G pairs.
 """
 
+from collections.abc import Hashable, Sequence
 from typing import Unpack
 
 import torch
@@ -45,15 +46,21 @@ def dpo_update(
 ) -> tuple[AnyPolicy, Metrics]:
     """One AdamW step on the DPO loss of each prompt's best and worst response, averaged over the pairs.
 
-    DPO (Rafailov et al. 2023, arXiv 2305.18290), equation 7 and the gradient below it. Prompts whose rewards are all
-    equal make no pair. Metrics: `pairs`, their number; and if there are any, `loss`, `margin`, the mean of
-    log π/π_ref (chosen) − log π/π_ref (rejected), in nats, and `preferred`, the share with a margin above 0. Raises
-    ValueError for numbers of another shape than the rollouts', and if no prompt has two responses.
+    DPO (Rafailov et al. 2023, arXiv 2305.18290), equation 7 and the gradient below it. A prefix that
+    responses continue is a part of their prompt. Prompts whose rewards are all equal make no pair. Metrics: `pairs`,
+    their number; and if there are any, `loss`, `margin`, the mean of log π/π_ref (chosen) − log π/π_ref (rejected), in
+    nats, and `preferred`, the share with a margin above 0. Raises ValueError for numbers of another shape than the
+    rollouts', and if no prompt has two responses.
     """
     check_shape("dpo_update: given rewards", shape_of(rewards, "values_N") or [], rollouts, each="response")
     check_shape("dpo_update: given reference", shape_of(reference, "logprobs_NT") or [], rollouts, each="token")
     learner = language_policy(policy)
-    group_N = group_rows(rollouts.groups)
+    alike: Sequence[Hashable] = rollouts.groups
+    if rollouts.prefix_lengths_N is not None:
+        # Responses after different prefixes answer different texts.
+        after_N = rollouts.prefixes_N.masked_fill(rollouts.prefix_lengths_N == 0, -1)
+        alike = list(zip(alike, after_N.tolist(), strict=True))
+    group_N = group_rows(alike)
     if len(group_N) and int(group_N.max()) == len(group_N) - 1:  # each has its own
         needed = "2 or more to one of them: the best and the worst make a pair"
         raise ValueError(f"dpo_update: given {len(group_N)} responses to as many prompts, needed {needed}")

@@ -65,7 +65,7 @@ def rollouts_of(
         if each is not None and len(each) != len(texts):
             raise ValueError(f"rollouts_of: given {len(each)} {name}, needed {len(texts)}, one for each text")
     prompts = [tokenizer.encode_prompt(text) for text in texts]
-    replies = [[*tokenizer.encode(response), tokenizer.end] for response in responses]
+    replies = [[*tokenizer.encode_response(response), tokenizer.end] for response in responses]
     wholes = [torch.tensor(prompt + reply) for prompt, reply in zip(prompts, replies, strict=True)]
     for text, whole in zip(texts, wholes, strict=True):
         if limit is not None and len(whole) > limit:

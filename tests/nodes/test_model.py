@@ -14,7 +14,7 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
 from penstock.graph.protocols import Carried
@@ -860,6 +860,102 @@ def test_a_reply_that_the_template_writes_as_json_is_that_of_transformers(tmp_pa
     ours = [*tokenizer.encode_prompt("q"), *tokenizer.encode("a"), *tokenizer.encode_reply(reply, "tool", False)]
     assert ours == theirs
     assert tokenizer.decode(tokenizer.encode_reply(reply, "user", True)) == f"user: {reply}assistant: "
+
+
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
+    "{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"
+)
+ZEPHYR = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+TRIMS = "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}{{ eos_token }}{% endfor %}assistant: "
+
+
+def sentence_pieces(folder: Path, template: str | None, adds: str, ends: str = "") -> Path:
+    """Write a tokenizer of letters in the form of Llama 2's, which by `adds` puts a space before each text, before the
+    first one, or before none. `ends` is what it puts behind a text."""
+    words = [*(f"<0x{value:02X}>" for value in range(256)), "\u2581", *map(chr, range(33, 127))]
+    vocab = {word: token for token, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    if adds == "normalizer":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    else:
+        scheme: Any = adds
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    strip = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(strip)
+    backend.add_special_tokens(["<s>", "</s>"])
+    numbers = [(word, backend.token_to_id(word)) for word in ("<s>", "</s>")]
+    backend.post_processor = processors.TemplateProcessing(single=f"<s> $A {ends}".strip(), special_tokens=numbers)
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    config |= {} if template is None else {"chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("adds", ["normalizer", "always", "first", "never"])
+@pytest.mark.parametrize("template", [MISTRAL, ZEPHYR, TRIMS])
+def test_a_conversation_has_the_tokens_of_transformers_whatever_the_tokenizer_puts_before_a_text(
+    tmp_path: Path, template: str, adds: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = sentence_pieces(tmp_path / "m", template, adds)
+    tokenizer, theirs = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    for texts in (("q", "a", "42"), ("q 1?", "a, b", " 42\n")):
+        said = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, texts, strict=False)]
+        first = theirs.apply_chat_template(said[:1], add_generation_prompt=True)["input_ids"]
+        whole = theirs.apply_chat_template(said, add_generation_prompt=True)["input_ids"]
+        assert tokenizer.encode_prompt(texts[0]) == tokenizer.encode_prompt(texts[0], plain=True) == first
+        assert tokenizer.encode_dialogue(texts) == whole
+        shown = rollouts_of(tokenizer, texts[:1], texts[1:2])
+        assert whole[: shown.tokens_NS.shape[1]] == shown.tokens_NS[0].tolist()
+        # What looks like a special token stays text.
+        reply = tokenizer.encode_reply(f"{texts[2]}</s>", "tool", after_stop=True)
+        assert reply.count(tokenizer.eos) == tokenizer.encode_reply(texts[2], "tool", True).count(tokenizer.eos)
+        assert tokenizer.decode(reply).count("</s>") == 1
+
+
+def test_a_prompt_without_a_template_does_not_end_with_a_token_that_ends_a_response(tmp_path: Path) -> None:
+    plain, ended = (sentence_pieces(tmp_path / str(len(ends)), None, "always", ends) for ends in ("", "</s>"))
+    assert load_tokenizer(ended).encode_prompt("a b") == load_tokenizer(plain).encode_prompt("a b")
+    # After its prompt, a demonstration has no space in front.
+    tokenizer = load_tokenizer(plain)
+    assert tokenizer.decode(rollouts_of(tokenizer, ["12+34="], ["46"]).tokens_NS[0].tolist()) == "12+34=46"
+
+
+@pytest.mark.parametrize("file", ["added_tokens_decoder", "additional_special_tokens", "added_tokens.json"])
+def test_a_special_token_that_only_another_file_names_is_refused_where_the_template_has_it(
+    tmp_path: Path, file: str
+) -> None:
+    byte_tokenizer().save(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    template = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+    values: dict[str, Any] = {"added_tokens_decoder": {"258": {"content": "<|im_start|>"}}}
+    values["additional_special_tokens"] = ["<|im_start|>"]
+    if file == "added_tokens.json":
+        (tmp_path / file).write_text('{"<|im_start|>": 258}')
+    else:
+        config[file] = values[file]
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({**config, "chat_template": "{{ messages[0].content }}"})
+    )
+    assert load_tokenizer(tmp_path).encode_prompt("a") == [97]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    with pytest.raises(TokenizerError, match=r"given a tokenizer.json without the token '<\|im_start\|>', needed one"):
+        load_tokenizer(tmp_path)
+
+
+def test_tokens_that_only_the_map_of_special_tokens_names_are_known(tmp_path: Path) -> None:
+    folder = sentence_pieces(tmp_path / "m", MISTRAL, "normalizer")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    whole = load_tokenizer(folder).encode_prompt("q")
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": config.pop("bos_token")}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(folder).encode_prompt("q") == whole
 
 
 def test_a_special_token_that_the_model_has_no_word_for_is_text(tmp_path: Path) -> None:

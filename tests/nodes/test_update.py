@@ -916,6 +916,15 @@ def test_without_a_preference_no_weight_moves_and_the_version_goes_on() -> None:
     assert all(torch.equal(w, before[name]) for name, w in learner.weights().items())
 
 
+def test_responses_after_different_prefixes_make_no_pair() -> None:
+    rollouts, reference = dpo_batch()
+    rollouts.prefixes_N = torch.tensor([0, 0, 1, 0, 0, 1, 0, 1])
+    for length, pairs in ((1, 2.0), (0, 3.0)):  # a prefix of no token is the prompt alone
+        rollouts.prefix_lengths_N = torch.full((8,), length)
+        rewards = Rewards(torch.tensor([0.0, 1.0, 5.0, 0.0, 1.0, 5.0, 0.0, 1.0]))
+        assert dpo_update.fn(policy(), rollouts, rewards, reference)[1]["pairs"] == pairs
+
+
 def test_responses_of_which_no_two_have_the_same_prompt_are_refused() -> None:
     """Else nothing would ever be learnt, and only the metric `pairs` would say so."""
     rollouts, reference = dpo_batch()
