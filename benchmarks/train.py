@@ -5,7 +5,8 @@
 Model shape (a CausalLM with the same random weights for all), prompts, samples, tokens and dtype are the same. Each
 system gets all cores: TRL as threads of one process, Penstock as its own plan assigns them. The systems take turns.
 Figures are for single updates: the median, the slowest and the fastest. TRL is in the extra `bench`; without it that
-row is missing, and the output says so. A model in bfloat16 takes under five minutes on two cores.
+row is missing, and the output says so. Two cores that multiply bfloat16 take under five minutes for any of the models;
+with AVX2 alone 25M takes eight.
 
 `products alone` is the limit of `products`, which no system with this library can exceed. Over TRL it shows the largest
 possible gain. `TFLOP/s` divides the FLOPs of an update's products (`products.flops`) by its seconds, and `of the peak`
@@ -14,6 +15,7 @@ divides that by the rate of a large product on all cores, measured in the same r
 
 import argparse
 import json
+import math
 import os
 import random
 import subprocess
@@ -33,6 +35,8 @@ MODELS = {"3M": (256, 4, 12, 2), "11M": (384, 6, 8, 2), "25M": (512, 8, 8, 1)}
 PROMPTS, SAMPLES, TOKENS = 16, 8, 64
 PROMPT_TOKENS = 6
 """Tokens of most problems, each a sum of two numbers below a hundred, with one token per character."""
+WITHIN_S = 300
+"""Runs are repeated only if that ends within as many seconds."""
 CORES = len(os.sched_getaffinity(0))
 ALPHABET = "0123456789+-*/=?. abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ,:#$'\n"
 
@@ -171,13 +175,14 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="3M")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "both"], help="bfloat16 if the CPU multiplies it")
     parser.add_argument("--updates", type=int, help="of a run, 5 or more: the first ones are left out")
-    parser.add_argument("--repeats", type=int, help="runs of each system")
+    parser.add_argument("--repeats", type=int, help="runs of each system, however long they take")
     parser.add_argument("--keep", action=Keep, help="write benchmarks/results/train_MODEL.json")
     args = parser.parse_args()
     if args.updates is not None and args.updates < 5:
         parser.error(f"--updates: given {args.updates}, needed 5 or more, of which the first ones are left out")
     hidden, layers, updates, repeats = MODELS[args.model]
     updates, repeats = args.updates or updates, args.repeats or repeats
+    within_s = math.inf if args.repeats else WITHIN_S
     if args.dtype == "both":
         dtypes = ["float32", "bfloat16"]
     else:
@@ -189,17 +194,19 @@ def main() -> None:
         data = place / "problems.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in problems(2000)))
         for dtype in dtypes:
-            rows += measured(place, data, dtype, hidden, layers, updates, repeats)
+            rows += measured(place, data, dtype, hidden, layers, updates, repeats, within_s)
     shape = {"parameters": parameters, "hidden": hidden, "layers": layers}
     setup = {**shape, "prompts": PROMPTS, "samples": SAMPLES, "max_tokens": TOKENS, "runs": repeats}
     publish(by_processor(f"train_{args.model}"), {"setup": setup, "rows": rows}, args.keep)
 
 
 def measured(
-    place: Path, data: Path, dtype: str, hidden: int, layers: int, updates: int, repeats: int
+    place: Path, data: Path, dtype: str, hidden: int, layers: int, updates: int, repeats: int, within_s: float
 ) -> list[dict[str, Any]]:
-    """Measure all systems; return a row per system, with the updates of all its runs."""
+    """Measure all systems in turn, `repeats` times or as often as that ends within `within_s`; return a row per system,
+    with the updates of all its runs."""
     found: dict[str, list[dict[str, Any]]] = {}
+    began = time.monotonic()
 
     def add(system: str, run: dict[str, Any]) -> None:
         found.setdefault(system, []).append(run)
@@ -214,6 +221,8 @@ def measured(
             add(f"lag {lag}", penstock(place / "model", data, lag, updates, dtype, out))
         if (other := trl(place / "model", data, max(6, updates // 2), dtype, place / "trl")) is not None:
             add("trl", other)
+        if (time.monotonic() - began) * (turn + 2) / (turn + 1) > within_s:
+            break
     if "trl" not in found:
         print(f"{dtype} trl: not installed (pip install 'penstock[bench]'), left out")
     tokens = found["lag 1"][-1]["tokens"]
