@@ -200,7 +200,7 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("as_before")
-@pytest.mark.parametrize("run", [run_here, run_to_end])
+@pytest.mark.parametrize("run", [run_here, pytest.param(run_to_end, marks=pytest.mark.slow)])
 def test_every_rank_of_a_deterministic_run_is_so_and_a_cpu_has_the_same_bits_without(
     tmp_path: Path, run: Callable[[Path], Path]
 ) -> None:

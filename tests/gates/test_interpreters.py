@@ -33,6 +33,7 @@ def cluster_file(folder: Path, table: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_pools_ranks_run_in_its_interpreter_and_others_in_that_of_the_command(twin: Path, tmp_path: Path) -> None:
     cluster = cluster_file(tmp_path, f'python = "{twin / "bin/python"}"')
     notes, run = tmp_path / "notes", tmp_path / "run"
@@ -60,6 +61,7 @@ def test_one_process_has_one_interpreter(twin: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_not_installed_is_refused_with_what_to_install_and_where(twin: Path, tmp_path: Path) -> None:
     python, run = str(twin / "bin/python"), tmp_path / "run"
     there = ("--cluster", cluster_file(tmp_path, f'python = "{python}"'))

@@ -109,10 +109,3 @@ def test_adapters_go_on_exactly(tmp_path: Path) -> None:
     assert status_here(parted, partial(interrupt_at, 2))[0] == "stopped"
     run_here(parted)
     assert_equal_bits(final_state(parted, 6), final_state(whole, 6))
-
-
-def test_what_has_no_policy_has_no_adapters(tmp_path: Path) -> None:
-    for words in (("reward_model", "--lora", "4"), ("aipo", "--lora", "4", "--lora-targets", "qproj")):
-        done = penstock("check", *words)
-        assert done.returncode == 1, done.stdout
-        assert "unmet-requirement" in done.stdout + done.stderr

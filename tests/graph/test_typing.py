@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple, assert_type
 
+import pytest
+
 from penstock.graph import (
     Advantages,
     Metrics,
@@ -88,12 +90,14 @@ def mistakes(text: str, folder: Path) -> str:
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=250).stdout
 
 
+@pytest.mark.slow
 def test_mistyped_calls_are_found_by_the_type_checker(tmp_path: Path) -> None:
     said = mistakes(WRONG, tmp_path)
     errors = [text.split(": ", 2)[0].rpartition(":")[2] for text in said.splitlines() if ": error: " in text]
     assert errors == ["10", "11", "12", "13", "14"], said
 
 
+@pytest.mark.slow
 def test_arithmetic_on_rewards_and_lengths_has_the_type_of_rewards(tmp_path: Path) -> None:
     assert mistakes(RIGHT, tmp_path) == ""
 

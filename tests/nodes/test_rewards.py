@@ -641,7 +641,7 @@ def test_equal_numbers_are_right_however_they_are_written(response: str, answer:
 )
 def test_no_response_takes_long_to_read(piece: str) -> None:
     """If the time grew with the square of the length, this would not end."""
-    text = piece * 100_000
+    text = (piece * 100_000)[:100_000]
     assert math_answer("", text + " " * 100_000 + "x", "18") == 0.0
 
 

@@ -72,8 +72,12 @@ def test_files_of_the_current_folder_shadow_no_other_modules(tmp_path: Path, pro
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-@pytest.mark.parametrize("words", ["run toy --updates 2 --batch 2 --out ü漢", "run toy --help", "simulate toy"])
+RUN = "run toy --updates 2 --batch 2 --out ü漢"
+
+
+@pytest.mark.parametrize(
+    ("words", "encoding"), [(RUN, "latin-1"), *((words, "ascii") for words in (RUN, "run toy --help", "simulate toy"))]
+)
 def test_a_terminal_that_lacks_characters_ends_no_command(tmp_path: Path, words: str, encoding: str) -> None:
     done = penstock(words, tmp_path, env={**os.environ, "PYTHONIOENCODING": encoding}, errors="replace")
     assert done.returncode == 0, done.stderr

@@ -33,6 +33,7 @@ NOT_COMPUTED = (
     ("--invariant --wire bfloat16 --dtype bfloat16 --lora 2", r"\[not-invariant\].*given +--wire bfloat16"),
 )
 NO_ADAPTERS = (
+    ("--lora 4 --lora-targets qproj", "given +LoRA: the target 'qproj' needed +linear maps of a layer"),
     ("--lora-targets q_proj", "given +LoRA: targets q_proj without a rank needed +--lora RANK, too"),
     ("--lora 5000", r"given +LoRA: rank 5000 for matrices whose shorter sides are at most \d+ needed +at most"),
 )
@@ -205,6 +206,13 @@ def test_check_refuses_what_a_run_cannot_compute(
         main(["check", "aipo", *words.split()])
     assert leaving.value.code == 1
     assert re.search(said, " ".join(capsys.readouterr().out.split()))
+
+
+def test_what_has_no_policy_has_no_adapters(here: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["check", "reward_model", "--lora", "4"])
+    assert leaving.value.code == 1
+    assert "unmet-requirement" in capsys.readouterr().out
 
 
 def test_adapters_of_a_programs_own_travel_in_float32_if_a_run_is_invariant(
