@@ -261,6 +261,11 @@ def pack(
     return MicroBatches(make, [rows.size(share) for share in shares])
 
 
+def _smallest(numbers: range, enough: Callable[[int], bool]) -> int:
+    """The first of the numbers that is enough, if all after it are; the end of the range if none is."""
+    return numbers.start + bisect_left(numbers, True, key=enough)
+
+
 class _PaddedRows:
     """The packing with each sequence in a row of its own, and sequences of similar length together.
 
@@ -284,11 +289,10 @@ class _PaddedRows:
         most += -most % self.multiple
 
         def few(bound: int) -> bool:
+            """True if micro-batches of so many tokens are no more than those of the most tokens."""
             return len(self._split(units, bound, step)) <= most
 
-        # The smallest bound that needs no more micro-batches.
-        bounds = range(1, max(self.max_tokens, *self.widths))
-        return self._split(units, 1 + bisect_left(bounds, True, key=few), step)
+        return self._split(units, _smallest(range(1, max(self.max_tokens, *self.widths)), few), step)
 
     def _split(self, units: list[list[int]], bound: int, step: int) -> list[list[int]]:
         """The rows of each micro-batch of at most `bound` tokens. A micro-batch is as wide as its first (longest) unit,
@@ -315,8 +319,13 @@ class _PaddedRows:
 
 
 class _EndToEnd:
-    """The packing with all sequences in one row, end to end; those with the same prompt, a family, follow it.
-    `prompt_of` is the number of each row's prompt."""
+    """The packing with all sequences in one row, end to end. Rows with the same prompt are a family: the prompt stands
+    once, before their responses. Three rows, of which the first two have the same prompt, and the padding:
+
+        | prompt of 0 and 1 | response of 0 | response of 1 | prompt of 2 | response of 2 | 0 0 0 |
+
+    `prompt_of` is the number of each row's prompt, `before` and `behind` are the tokens of its prompt and its response.
+    """
 
     def __init__(
         self, lengths_N: Tensor, prompts_N: Tensor, prompt_of: list[int], max_tokens: int, multiple: int
@@ -327,16 +336,15 @@ class _EndToEnd:
         self.behind: list[int] = (lengths_N - prompts_N).tolist()
 
     def shares(self, units: list[list[int]], whole_groups: bool) -> list[list[int]]:
-        """Families stay together if that is less work for the busiest worker: large families make unequal shares."""
+        """A prompt that stands once is less work, but large families make unequal shares. So families are cut into 1,
+        2, 4, … parts, each with the prompt, and the cut is taken that is the least work for the busiest worker."""
         if whole_groups:
             found = self._level(units)
         else:
             families = self._families(row for (row,) in units)
-            counts = [1]
-            while counts[-1] < max(map(len, families)):
-                counts.append(2 * counts[-1])
-            parts = ([part for family in families for part in self._parts(family, count)] for count in counts)
-            found = min(map(self._level, parts), key=self._busiest)
+            doublings = (max(map(len, families)) - 1).bit_length()
+            cuts = ([part for family in families for part in self._parts(family, 2**n)] for n in range(doublings + 1))
+            found = min(map(self._level, cuts), key=self._busiest)
         return [[row for family in self._families(rows) for row in family] for rows in found]
 
     def _busiest(self, shares: list[list[int]]) -> int:
@@ -357,9 +365,11 @@ class _EndToEnd:
 
     def _parts(self, family: list[int], count: int) -> list[list[int]]:
         """The rows of one prompt, the longest first, in about equal parts: `count`, or more if those are too large."""
-        counts = range(1, len(family))
-        fits = bisect_left(counts, True, key=lambda count: self._total(family[::count]) <= self.max_tokens)
-        count = max(count, 1 + fits)
+
+        def fits(count: int) -> bool:
+            return self._total(family[::count]) <= self.max_tokens  # the first part, which has the longest rows
+
+        count = max(count, _smallest(range(1, len(family)), fits))
         return [family[part::count] for part in range(min(count, len(family)))]
 
     def _level(self, units: list[list[int]]) -> list[list[int]]:
@@ -386,8 +396,7 @@ class _EndToEnd:
         # one each, and any other unit goes to one that is at most half full.
         filled = -(-sum(size for size, _ in others) // self.max_tokens)
         counts = range(filled, min(2 * filled, len(others)))
-        count = filled + bisect_left(counts, True, key=lambda count: dealt(count)[0] <= self.max_tokens)
-        return [*large, *dealt(count)[1]]
+        return [*large, *dealt(_smallest(counts, lambda count: dealt(count)[0] <= self.max_tokens))[1]]
 
     def size(self, rows: Sequence[int]) -> int:
         tokens = self._total(rows)
@@ -395,15 +404,16 @@ class _EndToEnd:
 
     def laid(self, rows: Sequence[int], tokens_RS: Tensor, row_P: Tensor, place_P: Tensor) -> dict[str, Any]:
         lengths_R, prompts_R, width = self.lengths_N[rows], self.prompts_N[rows], self.size(rows)
-        # For each row the first row with the same prompt.
+        # For each row the first one of its family, with which the prompt stands.
         first = dict[int, int]()
         first_R = torch.tensor([first.setdefault(self.prompt_of[row], at) for at, row in enumerate(rows)])
-        # A row's own tokens: without a prompt that an earlier row has.
+        # The tokens that stand for a row itself: all of the first of a family, the responses of the others.
         from_R = torch.where(first_R < torch.arange(len(rows)), prompts_R, 0)
         at_S = torch.arange(tokens_RS.shape[1])
         own_RS = (at_S >= from_R[:, None]) & (at_S < lengths_R[:, None])
         ends_R = (lengths_R - from_R).cumsum(0)
-        begins_R = ends_R - lengths_R  # of the whole sequence, if its prompt were there, too
+        begins_R = ends_R - lengths_R  # where a row's token 0 would stand if its prompt were there, too
+        # A token is predicted at the one before it; that before a response is its prompt's last.
         source_P = torch.where(place_P > from_R[row_P], row_P, first_R[row_P])
         # The padding is a sequence by itself, all at position 0, which every model has.
         fill = (0, width - int(ends_R[-1]))
