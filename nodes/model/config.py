@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -264,26 +264,33 @@ def _number(data: Mapping[str, Any], key: str, default: float | None = None) -> 
     raise ModelError(f"given {key} {value!r}, needed a number above 0")
 
 
-def _window(data: Mapping[str, Any], family: Family, longest: int) -> tuple[int | None, tuple[str, ...]]:
-    """(the window of layers that have one, the kind of each layer; () if all have it). (None, ()) without such a layer,
-    or if no text (of at most `longest` tokens) is longer than the window.
-    """
-    window, kinds = data.get("sliding_window"), data.get("layer_types") or ()
+def _layer_kinds(data: Mapping[str, Any], family: Family) -> tuple[Sequence[str], str]:
+    """(the kind of each layer, the key that says so); no kinds if the layers are all alike."""
+    key = "layer_types"
+    kinds = data.get(key) or ()
     if not isinstance(kinds, list | tuple) or (set(map(str, kinds)) - {*_KINDS}):
         needed = "'full_attention' or 'sliding_attention' for each layer"
-        raise ModelError(f"given layer_types {data['layer_types']!r:.80}, needed {needed}")
+        raise ModelError(f"given {key} {data[key]!r:.80}, needed {needed}")
     layers = _need(data, "num_hidden_layers")
     if kinds and len(kinds) != layers:
-        raise ModelError(f"given layer_types of {len(kinds)} layers, needed {layers}, which num_hidden_layers says")
-    off, key = not data.get("use_sliding_window", True), "layer_types"
+        raise ModelError(f"given {key} of {len(kinds)} layers, needed {layers}, which num_hidden_layers says")
     if not kinds and (pattern := "sliding_window_pattern") in family.windowed:
         every = _need(data, pattern)
         kinds = [_KINDS[(index + 1) % every > 0] for index in range(layers)]
     if not kinds and "max_window_layers" in data:
         full, key = data["max_window_layers"], "max_window_layers"
         if type(full) is not int:
-            raise ModelError(f"given max_window_layers {full!r}, needed a whole number")
+            raise ModelError(f"given {key} {full!r}, needed a whole number")
         kinds = ["full_attention" if index < full else "sliding_attention" for index in range(layers)]
+    return kinds, key
+
+
+def _window(data: Mapping[str, Any], family: Family, longest: int) -> tuple[int | None, tuple[str, ...]]:
+    """(the window of layers that have one, the kind of each layer; () if all have it). (None, ()) without such a layer,
+    or if no text (of at most `longest` tokens) is longer than the window.
+    """
+    window, off = data.get("sliding_window"), not data.get("use_sliding_window", True)
+    kinds, key = _layer_kinds(data, family)
     # A window that no text outgrows has no effect, unless layers with a window have another rotary embedding.
     counts = type(window) is int and (window < longest or family.local_rope)
     if family.windows and counts:
@@ -292,15 +299,14 @@ def _window(data: Mapping[str, Any], family: Family, longest: int) -> tuple[int 
         if unknown := [key for key, matters in said.items() if matters and key not in family.windowed]:
             given = f"{unknown[0]} {data[unknown[0]]!r:.80} with sliding_window {window}"
             raise ModelError(f"given {given}, needed none: all layers of a {family.model_type} have the window")
-    slides = "sliding_attention" in kinds or not kinds
-    if off and data.get("layer_types") and slides and "layer_types" in family.windowed:
+    slides, listed = "sliding_attention" in kinds or not kinds, bool(data.get("layer_types"))
+    if off and listed and slides and "layer_types" in family.windowed:
         raise ModelError(f"given layer_types {data['layer_types']!r:.80} without use_sliding_window, needed it true")
-    if not family.local_rope and (off or not slides or (window is None and not data.get("layer_types"))):
+    if not family.local_rope and (off or not slides or (window is None and not listed)):
         return None, ()
     if type(window) is not int or window < 1:
-        raise ModelError(
-            f"given sliding_window {window!r}, needed a number of tokens, or null and no layer that has one"
-        )
+        needed = "a number of tokens, or null and no layer that has one"
+        raise ModelError(f"given sliding_window {window!r}, needed {needed}")
     if window < longest and not family.windows:
         needed = f"null, or at least max_position_embeddings ({longest}): no {family.model_type} has one"
         raise ModelError(f"given sliding_window {window}, needed {needed}")
