@@ -62,7 +62,11 @@ Result = TypeVar("Result")
 
 
 class Shards(Generic[Model]):
-    """Shards `model`, which every rank has whole, in place. It computes in `dtype`.
+    """Shards `model`, which every rank has whole, in place. It computes in `dtype`. An optimizer step is
+
+        shards.backward(loss, items)         # once or several times, the last one with last=True
+        gradients = shards.collect()         # this rank's parts, summed over ranks
+        shards.update(masters)               # after the optimizer has changed them
 
     With `zero` 3, weights are gathered for each micro-batch and gradients reduced after each (ZeRO, Rajbhandari et al.,
     2020, arXiv 1910.02054, section 5). With 1, a step gathers weights once and reduces gradients after its last
@@ -75,8 +79,8 @@ class Shards(Generic[Model]):
 
     def __init__(self, model: Model, ranks: Ranks, dtype: torch.dtype, zero: int = 3) -> None:
         self.model, self.ranks, self.rules, self.zero = model, ranks, tensor_parallel(model.config), zero
-        # Backward passes still to come; at least 1 between two calls whose gradients are one sum.
-        self._left = 0
+        # Backward passes until gradients are reduced; at least 1 between two calls whose gradients are one sum.
+        self._passes_to_come = 0
         # After such a call: repeats one of its micro-batches, which then does not count.
         self._again: Callable[[], object] | None = None
         self.count = ranks.shares
@@ -127,15 +131,8 @@ class Shards(Generic[Model]):
                 total[name] = part.grad.to_local().float()
             part.grad = None
         self._again = None
-        if self._left:  # a step that failed: drop the gradients that it has added up
-            self._left = 0
-            for module in self._wrapped():
-                for group in _groups(module):
-                    group._partial_reduce_output = None
-                    for each in group.fsdp_params:
-                        each.unsharded_accumulated_grad = None
-                        if hasattr(each, "_unsharded_param"):
-                            each._unsharded_param.grad = None
+        if self._passes_to_come:  # a step has failed
+            self._drop_unreduced()
         return total
 
     def update(self, masters: Mapping[str, Tensor]) -> None:
@@ -192,14 +189,26 @@ class Shards(Generic[Model]):
             yield name, tensor.to("cpu", copy=True) if self.ranks.rank == 0 else tensor.new_empty(0)
 
     def _before_backward(self) -> None:
-        """Tell FSDP whether to reduce gradients after the backward pass that begins."""
-        self._left -= 1
+        """Tell FSDP what to do after the backward pass that begins: the last one reduces what earlier ones have not."""
+        self._passes_to_come -= 1
+        last = self._passes_to_come == 0
         root: FSDPModule = self.model  # type: ignore[assignment]
         if self.zero == 1:
-            root.set_requires_gradient_sync(self._left == 0)
-            root.set_reshard_after_backward(self._left == 0)
+            root.set_requires_gradient_sync(last)
+            root.set_reshard_after_backward(last)
         elif self.ranks.size(DATA) > 1:
-            root.set_requires_all_reduce(self._left == 0)
+            root.set_requires_all_reduce(last)
+
+    def _drop_unreduced(self) -> None:
+        """Drop the gradients that FSDP has added up and not reduced."""
+        self._passes_to_come = 0
+        for module in self._wrapped():
+            for group in _groups(module):
+                group._partial_reduce_output = None
+                for each in group.fsdp_params:
+                    each.unsharded_accumulated_grad = None
+                    if hasattr(each, "_unsharded_param"):
+                        each._unsharded_param.grad = None
 
     def _wrapped(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
@@ -218,7 +227,7 @@ class Shards(Generic[Model]):
         smallest = costs.index(min(costs))
         todo = [(items[index], True) for index in own] + [(items[smallest], False) for _ in range(rounds - len(own))]
         if torch.is_grad_enabled():
-            self._left = len(todo) + (not last)
+            self._passes_to_come = len(todo) + (not last)
         try:
             found = (
                 self._stage.run(work, todo, self._before_backward) if self._stage else [work(*each) for each in todo]
