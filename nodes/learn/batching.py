@@ -343,8 +343,8 @@ class _EndToEnd:
         else:
             families = self._families(row for (row,) in units)
             doublings = (max(map(len, families)) - 1).bit_length()
-            cuts = ([part for family in families for part in self._parts(family, 2**n)] for n in range(doublings + 1))
-            found = min(map(self._level, cuts), key=self._busiest)
+            parts = ([part for family in families for part in self._parts(family, 2**n)] for n in range(doublings + 1))
+            found = min(map(self._level, parts), key=self._busiest)
         return [[row for family in self._families(rows) for row in family] for rows in found]
 
     def _busiest(self, shares: list[list[int]]) -> int:
